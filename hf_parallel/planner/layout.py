@@ -143,13 +143,18 @@ class LayoutSpec:
 
     @property
     def is_own(self) -> bool:
-        """Whether this package runs it, as far as the layout says."""
-        return all(getattr(self, key) == value for key, value in ONLY.items()) and self.dtype != "fp8"
+        """Whether this package runs it, as far as the layout says: of `sp` others have another kind, too."""
+        return self.sp == 1 and self._may_be_own
+
+    @property
+    def _may_be_own(self) -> bool:
+        kept = all(getattr(self, key) == value for key, value in ONLY.items() if key != "sp")
+        return kept and self.dtype != "fp8"
 
     @property
     def places_replicas(self) -> bool:
         """Whether replicas may lie around stages or stages around replicas, as in this package; others number stages last."""
-        return self.is_own and self.kernels != "fused"
+        return self._may_be_own and self.kernels != "fused"
 
     @property
     def neighbours(self) -> int:

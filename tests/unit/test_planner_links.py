@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import LlamaConfig
 from hf_parallel.cli.plan_plot import draw_scaling, refuse_plot
 from hf_parallel.errors import ConfigError
 from hf_parallel.mesh_shape import MeshShape
-from hf_parallel.planner.collectives import groups_of, stays_on_node
+from hf_parallel.planner.collectives import groups_of, orders_of, stays_on_node
 from hf_parallel.planner.guide import guide, rule_for
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
@@ -173,6 +174,16 @@ def test_the_stages_of_a_copy_are_neighbours_as_ranks_of_the_mesh_are() -> None:
     found = sent(cluster, pp=4, dp=2)
     assert (found["pp"].node, found["dp"].gpu) == (0, 0)
     assert found["dp"].node > 0
+
+
+def test_replicas_whose_ranks_share_rows_lie_as_this_package_lays_them() -> None:
+    config = HFParallelConfig(pp_size=2, sp_size=2, topology={"dp_inside": 2})
+    cluster = Cluster(2, 4, "h100")
+    spec = layout_of(mapping_of(config, 8, 4, "fp32"), cluster)
+    found = traffic(profile_of(CONFIG), cluster, spec, 128)
+    assert (found["dp"].node, found["sp"].node) == (0, 0)
+    assert found["pp"].node > 0
+    assert orders_of(replace(spec, dp_inside=0), cluster) == (1, 2)
 
 
 def test_stages_of_other_systems_are_apart_and_their_replicas_neighbours() -> None:
