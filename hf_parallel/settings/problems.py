@@ -166,8 +166,17 @@ def _home(root: type[Section], section: str) -> type[Section]:
     return root
 
 
+def _parted(root: type[Section], path: str) -> tuple[str, str]:
+    """The section of a setting and its key, which may have dots of its own."""
+    section, parts = [], path.split(".")
+    while len(parts) > 1 and parts[0] in sections_of(root):
+        root = sections_of(root)[parts[0]]
+        section.append(parts.pop(0))
+    return ".".join(section), ".".join(parts)
+
+
 def _problem(root: type[Section], path: str, details: Sequence[ErrorDetails], values: Mapping[str, Any]) -> str:
-    section, _, leaf = path.rpartition(".")
+    section, leaf = _parted(root, path)
     detail = details[0]
     if detail["type"] == "together":
         return detail["msg"]
@@ -311,6 +320,8 @@ def _unknown_key(root: type[Section], key: str, section: str) -> str:
     if longer and not difflib.get_close_matches(key, known, n=1, cutoff=0.85):
         return f"{path}: unknown key. Did you mean {' or '.join(longer)}?"
     elsewhere = [f"{name}.{key}" for name, model in sections.items() if key in model.model_fields]
+    if section and key in home.model_fields:
+        return f"{path}: unknown key. Keys of a file have no dots. Write {section}: {{{key}: ...}}."
     if key in root.model_fields:
         elsewhere.append(f"{key} at the top level")
     if elsewhere:
