@@ -126,6 +126,9 @@ bench-device-map: setup  ## time 1F1B against what device_map="balanced" does, i
 bench-sequence: setup  ## count the activations that sequence parallelism saves
 	$(BIN)/python benchmarks/bench_sequence.py
 
+bench-ulysses: setup  ## count the activations of each rank that shares a sequence, with heads exchanged and in a ring
+	$(BIN)/python benchmarks/bench_ulysses.py
+
 bench-loss: setup  ## time and memory of a loss without logits
 	$(BIN)/python benchmarks/bench_loss.py
 
@@ -153,8 +156,8 @@ bench-guards: setup  ## what the guards against silent mistakes cost a training 
 bench-monitor: setup  ## what the monitor costs a training step
 	$(BIN)/python benchmarks/bench_monitor.py
 
-bench-compression: setup  ## what compression does to the loss; writes docs/compression_results.md
-	$(BIN)/python benchmarks/bench_compression.py
+bench-compression: setup  ## what compression does to the loss; ARGS="--model smollm2" for a pretrained model; writes docs/compression_results.md
+	$(BIN)/python benchmarks/bench_compression.py $(ARGS)
 
 bench-zero: setup  ## losses and bytes of every ZeRO stage and engine against two plain replicas and the formulas
 	$(BIN)/python benchmarks/bench_zero.py

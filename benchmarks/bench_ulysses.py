@@ -60,7 +60,7 @@ def main() -> int:
     """Count, print the table, write the report."""
     parser = argparse.ArgumentParser(description="Count what a shared sequence saves.")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
-    parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "ulysses.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "reports" / "bench-ulysses.json")
     arguments = parser.parse_args()
     hidden, layers, length, rows = (128, 2, 64, 2) if arguments.smoke else (512, 4, 1024, 2)
     table = Table(
@@ -80,8 +80,8 @@ def main() -> int:
                 found.append({"model": name, "sp": size, "attention": method, "bytes": most, "share": most / whole})
                 table.add_row(name, str(size), method, f"{most / 1e6:.2f}", f"{most / whole:.3f}")
     Console().print(table)
-    arguments.report.parent.mkdir(parents=True, exist_ok=True)
-    arguments.report.write_text(json.dumps(found, indent=1) + "\n")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

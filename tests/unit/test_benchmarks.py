@@ -60,6 +60,14 @@ def test_the_benchmark_of_the_hosts_time_runs(tmp_path: Path) -> None:
     assert row["calls"][0] > row["calls"][1]
 
 
+def test_ranks_that_share_a_sequence_keep_their_part_of_its_activations(tmp_path: Path) -> None:
+    rows = run_alone("bench_ulysses.py", tmp_path / "report.json")
+    assert [(row["model"], row["sp"], row["attention"]) for row in rows[:3]] == [
+        *(("llama", 1, ""), ("llama", 2, "ulysses"), ("llama", 2, "ring")),
+    ]
+    assert all(row["share"] <= 0.6 for row in rows if row["sp"] == 2)
+
+
 @SHOWS_THAT_IT_RUNS
 def test_the_benchmark_of_asynchronous_schedules_runs(tmp_path: Path) -> None:
     report = run("bench_async.py", tmp_path / "report.json")
