@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import is_referred_to
 from hf_parallel.compat.torch_tools import copy_scaled
 from hf_parallel.errors import ConfigError, UnsupportedError
 
@@ -46,17 +45,14 @@ class Bucket:
         """Shape of each parameter on this rank."""
         return tuple(param.shape for param in self.params)
 
-    def pack(
-        self, *, flagged: bool, factor: float = 1.0, into: Tensor | None = None
-    ) -> tuple[Tensor, tuple[bool, ...]]:
-        """Move the gradients into a flat buffer, multiplied by a factor; return it and which parameters had one.
+    def pack(self, *, flagged: bool, factor: float = 1.0) -> tuple[Tensor, tuple[bool, ...]]:
+        """Move the gradients into a new flat buffer, multiplied by a factor; return it and which parameters had one.
 
         `p.grad` becomes None, so the step needs memory for one more bucket and not for a second copy of all gradients.
 
         Args:
             flagged: Append one number a parameter that tells whether it had a gradient.
             factor: Of the gradients.
-            into: A buffer of an earlier step, packed with the same `flagged`; None makes a new one.
 
         Raises:
             UnsupportedError: If a gradient is sparse; nothing was moved then.
@@ -66,10 +62,9 @@ class Bucket:
         present = tuple(grad is not None for grad in grads)
         tail = len(self.params) if flagged else 0
         full = all(present) and sum(param.numel() for param in self.params) == self.numel
+        make = torch.empty if full else torch.zeros
         # (elements + one flag for each parameter,)
-        flat = torch.empty(self.numel + tail, dtype=self.dtype, device=self.device) if into is None else into
-        if not full:
-            flat.zero_()
+        flat = make(self.numel + tail, dtype=self.dtype, device=self.device)
         pairs = [
             (flat[start : start + grad.numel()].view_as(grad), grad)
             for start, grad in zip(self.offsets, grads, strict=True)
@@ -97,26 +92,6 @@ class Bucket:
                     f"gradient of {name} has layout {param.grad.layout}: gradients are reduced in dense buckets. "
                     "Build the embedding with sparse=False."
                 )
-
-
-class KeptBuffers:
-    """Flat buffers of a step that the next one packs into, on a CPU: new memory is paid for page by page there.
-
-    One that is referred to, because gradients are views of it that user code has kept, say, is not used again.
-    """
-
-    def __init__(self) -> None:
-        self._flats: dict[int, Tensor] = {}
-
-    def put(self, index: int, flat: Tensor) -> None:
-        """Keep the buffer of a bucket."""
-        if flat.device.type == "cpu":
-            self._flats[index] = flat
-
-    def take(self, index: int) -> Tensor | None:
-        """The buffer of a bucket, if there is one that nothing else refers to."""
-        flat = self._flats.pop(index, None)
-        return None if flat is None or is_referred_to(flat) else flat
 
 
 def lay_out(

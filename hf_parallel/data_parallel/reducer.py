@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import scale_all, sent_to
-from hf_parallel.data_parallel.buckets import KeptBuffers, lay_out
+from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import (
     PLAIN,
@@ -65,7 +65,6 @@ class GradientReducer:
         alone = group is None or group.size() == 1
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
         self._under_way: list[_UnderWay] = []
-        self._kept = KeptBuffers()  # the gradients of the last step are views of them
         self._factor = 1.0
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
@@ -129,8 +128,6 @@ class GradientReducer:
             if factor != item.factor:
                 item.flat[: bucket.numel].mul_(factor / item.factor)
             bucket.unpack(item.flat, item.present if all(item.present) else self._anywhere(index, item, flags))
-            if all(param.dtype == bucket.dtype for param in bucket.params):  # others are copies
-                self._kept.put(index, item.flat)
 
     @torch.no_grad()
     def _start(self, index: int) -> None:
@@ -139,7 +136,7 @@ class GradientReducer:
             return
         begun = self._recorder.mark()
         factor = self._factor
-        flat, present = bucket.pack(flagged=not wire.lossy, factor=factor, into=self._kept.take(index))
+        flat, present = bucket.pack(flagged=not wire.lossy, factor=factor)
         self._under_way.append(_UnderWay(flat, factor, present, wire.all_reduce(flat, bucket), begun))
 
     def _exchange_flags(self, wire: Wire, under_way: Sequence[_UnderWay]) -> tuple[Wait, list[Tensor]]:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hf_parallel.compat.private_collectives import all_gather_flat
 from hf_parallel.compat.torch_tools import sent_to
-from hf_parallel.data_parallel.buckets import KeptBuffers, lay_out
+from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.flat import (
     ALIGN,
     FlatKind,
@@ -114,7 +114,6 @@ class ZeroPartition:
         optimizer.register_step_post_hook(self._after_step)
         self._factor = 1.0
         self._under_way: list[tuple[Tensor, tuple[bool, ...], Wait]] = []
-        self._kept = KeptBuffers()
         self._begun: list[Any] = []  # when the buckets under way began
         late = frozenset(
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
@@ -197,9 +196,7 @@ class ZeroPartition:
         with torch.no_grad():
             bucket = self._buckets[index]
             factor = self._factor if self.wire.lossy else 1.0
-            flat, present = bucket.pack(flagged=False, factor=factor, into=self._kept.take(index))
-            if self.stage == 1:  # stage 2 is for those who have no room for whole gradients
-                self._kept.put(index, flat)
+            flat, present = bucket.pack(flagged=False, factor=factor)
             mine, wait = self._summed(index, flat)
         self._under_way.append((mine, present, wait))
 

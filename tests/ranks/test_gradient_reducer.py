@@ -75,35 +75,6 @@ def test_reduced_gradients_equal_plain_averaging_with_one_collective_a_bucket(wo
     run_ranks(reducer_rank, world_size, tmp_path=tmp_path)
 
 
-def buffers_rank(rank: int, world_size: int) -> list[bool]:
-    """Whether gradients of a step have the memory of those of the step before: as usual, and when some of these are kept."""
-    named = parameters()
-    reducer = GradientReducer(named, dist.group.WORLD)
-    pointers, old = [], None
-    for step in range(1, 6):
-        for index, (_, param) in enumerate(named):
-            if has_gradient(rank, index):
-                (param * gradient(rank, index) * step).sum().backward()
-        reducer.reduce(0.5)
-        assert_averaged(named, world_size, step, 0.5)
-        first = named[0][1].grad
-        assert first is not None
-        pointers.append(first.data_ptr())
-        if step == 3:
-            old = named[3][1].grad
-        if step == 5:
-            assert old is not None
-            torch.testing.assert_close(old, sum(gradient(r, 3) * 3 * 0.5 for r in range(world_size)))
-        for _, param in named:
-            param.grad = None
-        del first
-    return [one == other for one, other in itertools.pairwise(pointers)]
-
-
-def test_gradients_keep_their_memory_unless_user_code_keeps_them(tmp_path: Path) -> None:
-    assert run_ranks(buffers_rank, 2, tmp_path=tmp_path) == [[True, True, False, True]] * 2
-
-
 def announced_rank(rank: int, world_size: int) -> None:
     for announced in (0.5, 0.0, None):
         named = parameters()
