@@ -45,44 +45,21 @@ class Bucket:
         """Shape of each parameter on this rank."""
         return tuple(param.shape for param in self.params)
 
-    def pack(self, *, flagged: bool, factor: float = 1.0) -> tuple[Tensor, tuple[bool, ...]]:
-        """Move the gradients into a new flat buffer, multiplied by a factor; return it and which parameters had one.
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some elements of the buffer are of no parameter."""
+        return sum(param.numel() for param in self.params) < self.numel
 
-        `p.grad` becomes None, so the step needs memory for one more bucket and not for a second copy of all gradients.
-
-        Args:
-            flagged: Append one number a parameter that tells whether it had a gradient.
-            factor: Of the gradients.
-
-        Raises:
-            UnsupportedError: If a gradient is sparse; nothing was moved then.
-        """
-        self.refuse_sparse()
-        grads = [param.grad for param in self.params]
-        present = tuple(grad is not None for grad in grads)
-        tail = len(self.params) if flagged else 0
-        full = all(present) and sum(param.numel() for param in self.params) == self.numel
-        make = torch.empty if full else torch.zeros
-        # (elements + one flag for each parameter,)
-        flat = make(self.numel + tail, dtype=self.dtype, device=self.device)
-        pairs = [
-            (flat[start : start + grad.numel()].view_as(grad), grad)
-            for start, grad in zip(self.offsets, grads, strict=True)
-            if grad is not None
-        ]
-        if pairs:
-            copy_scaled([slot for slot, _ in pairs], [grad for _, grad in pairs], factor)
-        if flagged:
-            flat[self.numel :].copy_(torch.tensor(present)) if not all(present) else flat[self.numel :].fill_(1.0)
-        for param in self.params:
-            param.grad = None
-        return flat, present
+    def slot(self, flat: Tensor, position: int) -> Tensor:
+        """Where a parameter is in a buffer, in its shape."""
+        param, start = self.params[position], self.offsets[position]
+        return flat[start : start + param.numel()].view_as(param)
 
     def unpack(self, flat: Tensor, present: Sequence[bool]) -> None:
         """Make the gradients views of a reduced buffer; a parameter that is not `present` keeps None."""
-        for param, start, here in zip(self.params, self.offsets, present, strict=True):
+        for position, (param, here) in enumerate(zip(self.params, present, strict=True)):
             if here:
-                param.grad = flat[start : start + param.numel()].view_as(param).to(param.dtype)
+                param.grad = self.slot(flat, position).to(param.dtype)
 
     def refuse_sparse(self) -> None:
         """Raise for a gradient that does not lie in a dense buffer."""
@@ -92,6 +69,85 @@ class Bucket:
                     f"gradient of {name} has layout {param.grad.layout}: gradients are reduced in dense buckets. "
                     "Build the embedding with sparse=False."
                 )
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A flat buffer, f[bucket.numel + flags], and the positions of the gradients in it, multiplied by `factor`."""
+
+    flat: Tensor
+    factor: float
+    moved: set[int]
+
+
+class Packer:
+    """Moves gradients into the flat buffers of their buckets, multiplied by a factor.
+
+    A CPU copies a gradient as soon as it is complete, while it still is in the cache, and its memory serves the next one. A GPU
+    copies all of a bucket by few kernels. `p.grad` becomes None, so the step needs no second copy of all gradients.
+
+    Args:
+        buckets: The buckets.
+        flagged: Append one number a parameter that tells whether it had a gradient.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, flagged: bool) -> None:
+        self._buckets, self._flagged = buckets, flagged
+        self._filling: dict[int, _Filling] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients are in buffers that were not handed over yet."""
+        return bool(self._filling)
+
+    @torch.no_grad()
+    def arrived(self, index: int, position: int, factor: float) -> None:
+        """A gradient is complete; the others of its bucket will have the same factor, whatever `pack` is given."""
+        bucket = self._buckets[index]
+        gradient = bucket.params[position].grad
+        if gradient is None or bucket.device.type != "cpu" or gradient.layout != torch.strided:
+            return
+        filling = self._filling.get(index)
+        if filling is None:
+            filling = self._filling[index] = self._new(bucket, factor, zeros=bucket.has_gaps)
+        self._move(bucket, filling, [position])
+
+    def pack(self, index: int, factor: float) -> tuple[Tensor, float, tuple[bool, ...]]:
+        """The buffer of a bucket with the gradients that there are, their factor, and which parameters had one.
+
+        Raises:
+            UnsupportedError: If a gradient is sparse; it was not moved then.
+        """
+        bucket = self._buckets[index]
+        bucket.refuse_sparse()
+        filling = self._filling.pop(index, None)
+        here = [position for position, param in enumerate(bucket.params) if param.grad is not None]
+        if filling is None:
+            filling = self._new(bucket, factor, zeros=bucket.has_gaps or len(here) < len(bucket.params))
+        else:
+            for position in set(range(len(bucket.params))) - filling.moved - set(here):
+                bucket.slot(filling.flat, position).zero_()
+        self._move(bucket, filling, here)
+        present = tuple(position in filling.moved for position in range(len(bucket.params)))
+        if self._flagged:
+            flags = filling.flat[bucket.numel :]
+            flags.copy_(torch.tensor(present)) if not all(present) else flags.fill_(1.0)
+        return filling.flat, filling.factor, present
+
+    def _new(self, bucket: Bucket, factor: float, *, zeros: bool) -> _Filling:
+        make = torch.zeros if zeros else torch.empty
+        flags = len(bucket.params) if self._flagged else 0
+        return _Filling(make(bucket.numel + flags, dtype=bucket.dtype, device=bucket.device), factor, set())
+
+    def _move(self, bucket: Bucket, filling: _Filling, positions: Sequence[int]) -> None:
+        found = [(at, grad) for at in positions if (grad := bucket.params[at].grad) is not None]
+        if found:
+            copy_scaled(
+                [bucket.slot(filling.flat, at) for at, _ in found], [grad for _, grad in found], filling.factor
+            )
+        filling.moved.update(positions)
+        for at in positions:
+            bucket.params[at].grad = None
 
 
 def lay_out(

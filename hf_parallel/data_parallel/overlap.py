@@ -22,6 +22,7 @@ class Overlap:
     Args:
         buckets: The buckets, in the order in which all ranks start them.
         start: Starts one.
+        arrived: Called as ``arrived(index, position)`` when a gradient is complete whose bucket may start before the end.
         skipped: Indices of buckets that are always started at the end.
         watches: Whether anything is started before `finish`.
         noticed: Called before anything else when a gradient has arrived, in whichever backward pass; None: nobody asks.
@@ -31,13 +32,14 @@ class Overlap:
         self,
         buckets: Sequence[Bucket],
         start: Callable[[int], None],
+        arrived: Callable[[int, int], None],
         skipped: frozenset[int] = frozenset(),
         *,
         watches: bool = True,
         noticed: Callable[[], None] | None = None,
     ) -> None:
         self._buckets = buckets
-        self._start = start
+        self._start, self._take = start, arrived
         self._skipped = skipped if watches else frozenset(range(len(buckets)))
         self._noticed = noticed
         self._armed = False
@@ -125,6 +127,7 @@ class Overlap:
                 "pass, after passes in which it came whole: its reduction may have begun without the rest. Set "
                 "data_parallel.overlap to false."
             )
+        self._take(index, position)
         self._missing[index] -= 1
         while self._next < len(self._buckets) and self._may_start(self._next):
             self._start_next()

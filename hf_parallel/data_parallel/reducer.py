@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import scale_all, sent_to
-from hf_parallel.data_parallel.buckets import lay_out
+from hf_parallel.data_parallel.buckets import Packer, lay_out
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import (
     PLAIN,
@@ -25,6 +25,7 @@ from hf_parallel.data_parallel.wire import (
     Wait,
     Wire,
     WireCounters,
+    announced_factor,
     require_announced,
 )
 
@@ -64,13 +65,14 @@ class GradientReducer:
         self._buckets = lay_out(params, traffic.bucket_bytes, kind=traffic.kind, dtype=traffic.dtype)
         alone = group is None or group.size() == 1
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
+        self._packer = Packer(self._buckets, flagged=self._wire is None or not self._wire.lossy)
         self._under_way: list[_UnderWay] = []
         self._factor = 1.0
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
         noticed = None if alone else traffic.noticed
         overlaps = traffic.overlaps and not alone
-        self._overlap = Overlap(self._buckets, self._start, late, watches=overlaps, noticed=noticed)
+        self._overlap = Overlap(self._buckets, self._start, self._arrived, late, watches=overlaps, noticed=noticed)
 
     @property
     def counters(self) -> Counts:
@@ -87,15 +89,10 @@ class GradientReducer:
         Args:
             factor: What `reduce` will be given; None if that is not known yet, and then an approximating wire waits.
         """
-        if self._wire is None:
-            return
-        if not self._wire.lossy:
-            self._factor = factor or 1.0  # another one may follow, which could not be made of zeros
-        elif factor is None:
-            return
-        else:
-            self._factor = factor
-        self._overlap.arm()
+        announced = announced_factor(self._wire, factor) if self._wire is not None else None
+        if announced is not None:
+            self._factor = announced
+            self._overlap.arm()
 
     @torch.no_grad()
     def reduce(self, factor: float) -> None:
@@ -112,7 +109,7 @@ class GradientReducer:
                 bucket.refuse_sparse()
             self._scale(factor)
             return
-        require_announced(wire, self._factor, factor, left=bool(self._under_way))
+        require_announced(wire, self._factor, factor, left=bool(self._under_way) or self._packer.has_begun)
         self._factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
@@ -129,14 +126,16 @@ class GradientReducer:
                 item.flat[: bucket.numel].mul_(factor / item.factor)
             bucket.unpack(item.flat, item.present if all(item.present) else self._anywhere(index, item, flags))
 
+    def _arrived(self, index: int, position: int) -> None:
+        self._packer.arrived(index, position, self._factor)
+
     @torch.no_grad()
     def _start(self, index: int) -> None:
         wire, bucket = self._wire, self._buckets[index]
         if wire is None:
             return
         begun = self._recorder.mark()
-        factor = self._factor
-        flat, present = bucket.pack(flagged=not wire.lossy, factor=factor)
+        flat, factor, present = self._packer.pack(index, self._factor)
         self._under_way.append(_UnderWay(flat, factor, present, wire.all_reduce(flat, bucket), begun))
 
     def _exchange_flags(self, wire: Wire, under_way: Sequence[_UnderWay]) -> tuple[Wait, list[Tensor]]:

@@ -113,6 +113,18 @@ class Traffic:
 PLAIN = Traffic()
 
 
+def announced_factor(wire: Wire, factor: float | None) -> float | None:
+    """What gradients are multiplied by that move before the reduction; None if they must wait for it.
+
+    Args:
+        wire: What sends them.
+        factor: That of the reduction; None if it is not known.
+    """
+    if wire.lossy:
+        return factor
+    return factor or 1.0  # another one may follow, which could not be made of zeros
+
+
 def require_announced(wire: Wire, announced: float, factor: float, *, left: bool) -> None:
     """Refuse a factor other than the announced one: a lossy wire has already sent buffers multiplied by that.
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hf_parallel.compat.private_collectives import all_gather_flat
 from hf_parallel.compat.torch_tools import sent_to
-from hf_parallel.data_parallel.buckets import lay_out
+from hf_parallel.data_parallel.buckets import Packer, lay_out
 from hf_parallel.data_parallel.flat import (
     ALIGN,
     FlatKind,
@@ -36,7 +36,7 @@ from hf_parallel.data_parallel.flat import (
 from hf_parallel.data_parallel.host import FusedOnHost, HostMemory
 from hf_parallel.data_parallel.late_gather import LateGather
 from hf_parallel.data_parallel.overlap import Overlap
-from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire, require_announced
+from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire, announced_factor, require_announced
 from hf_parallel.errors import UnsupportedError
 
 
@@ -113,12 +113,17 @@ class ZeroPartition:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._factor = 1.0
-        self._under_way: list[tuple[Tensor, tuple[bool, ...], Wait]] = []
+        self._packer = Packer(buckets, flagged=False)
+        self._under_way: list[
+            tuple[Tensor, float, tuple[bool, ...], Wait]
+        ] = []  # part, its factor, what had a gradient
         self._begun: list[Any] = []  # when the buckets under way began
         late = frozenset(
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
         )
-        self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps, noticed=traffic.noticed)
+        self._overlap = Overlap(
+            buckets, self._start, self._arrived, late, watches=traffic.overlaps, noticed=traffic.noticed
+        )
         self.late: LateGather | None = None
         self.absent_names: frozenset[str] = frozenset()
         self.drops = 0  # a digest of the gradients that user code has dropped before steps until now
@@ -137,8 +142,9 @@ class ZeroPartition:
 
     def arm(self, factor: float | None) -> None:
         """The backward pass that follows is the last before `reduce`, or, in stage 2, before `accumulate`."""
-        if not (self.wire.lossy and factor is None):
-            self._factor = 1.0 if factor is None else factor
+        announced = announced_factor(self.wire, factor)
+        if announced is not None:
+            self._factor = announced
             self._overlap.arm()
 
     @torch.no_grad()
@@ -147,32 +153,32 @@ class ZeroPartition:
 
         `p.grad` of the model's parameters becomes None.
         """
-        require_announced(self.wire, self._factor, factor, left=bool(self._under_way))
+        require_announced(self.wire, self._factor, factor, left=bool(self._under_way) or self._packer.has_begun)
         self._factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
         begun, self._begun = self._begun, []
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
-        counts = sent_to(device, [float(here) for _, flags, _ in under_way for here in flags])
+        counts = sent_to(device, [float(here) for _, _, flags, _ in under_way for here in flags])
         counted = self.wire.all_reduce(counts, None)
         self.wire.flush()
         landed = []
-        for index, (shard, (mine, _, wait)) in enumerate(zip(self.shards, under_way, strict=True)):
+        for index, (shard, (mine, packed, _, wait)) in enumerate(zip(self.shards, under_way, strict=True)):
             start = self._recorder.mark()
             wait()
             self._recorder.add("wait reduce", index, -1, start)
             self._recorder.add("reduce", index, -1, begun[index])
-            if factor != 1.0 and not self.wire.lossy:
-                mine.mul_(factor)
+            if factor != packed:
+                mine.mul_(factor / packed)
             if self.copies is None:
                 landed.append(self._to_optimizer(shard, mine))
         counted()
         if self.copies is not None:
-            self._over_copies(self.copies, [*(mine for mine, _, _ in under_way), counts])
+            self._over_copies(self.copies, [*(mine for mine, *_ in under_way), counts])
             landed = [
-                self._to_optimizer(shard, mine) for shard, (mine, _, _) in zip(self.shards, under_way, strict=True)
+                self._to_optimizer(shard, mine) for shard, (mine, *_) in zip(self.shards, under_way, strict=True)
             ]
-        self._note_absent(counts, all(all(flags) for _, flags, _ in under_way))
+        self._note_absent(counts, all(all(flags) for _, _, flags, _ in under_way))
         if self.host is not None:
             self.host.wait()
         for shard, part in zip(self.shards, landed, strict=True):
@@ -191,14 +197,15 @@ class ZeroPartition:
         self.host.copy_down(mine, target)
         return target
 
+    def _arrived(self, index: int, position: int) -> None:
+        self._packer.arrived(index, position, self._factor)
+
     def _start(self, index: int) -> None:
         self._begun.append(self._recorder.mark())
         with torch.no_grad():
-            bucket = self._buckets[index]
-            factor = self._factor if self.wire.lossy else 1.0
-            flat, present = bucket.pack(flagged=False, factor=factor)
+            flat, factor, present = self._packer.pack(index, self._factor)
             mine, wait = self._summed(index, flat)
-        self._under_way.append((mine, present, wait))
+        self._under_way.append((mine, factor, present, wait))
 
     def _summed(self, index: int, flat: Tensor) -> tuple[Tensor, Wait]:
         """Begin to sum a bucket over the ranks that share it; this rank's part."""

@@ -1,0 +1,67 @@
+"""If these fail, buckets are sent with elements of other memory in them, or gradients are multiplied by two factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.data_parallel.buckets import Packer, lay_out
+
+
+SHAPES = [(3, 4), (5,), (2, 2)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """New memory holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def packer(*, align: int = 1, flagged: bool = True) -> tuple[Packer, list[nn.Parameter], list[Tensor]]:
+    """Of one bucket, with its parameters in the bucket's order and a gradient of each."""
+    named = [(f"p{index}", nn.Parameter(torch.zeros(shape))) for index, shape in enumerate(SHAPES)]
+    (bucket,) = lay_out(named, align=align)
+    for param in bucket.params:
+        param.grad = torch.randn(param.shape)
+    return Packer([bucket], flagged=flagged), list(bucket.params), [param.grad.clone() for param in bucket.params]
+
+
+def test_a_gradient_moves_when_it_arrives_and_the_others_with_its_factor() -> None:
+    moving, params, gradients = packer()
+    moving.arrived(0, 1, 0.5)
+    assert [param.grad is None for param in params] == [False, True, False]
+    assert moving.has_begun
+    flat, factor, present = moving.pack(0, 0.25)
+    assert (factor, present, moving.has_begun) == (0.5, (True, True, True), False)
+    assert torch.equal(flat, torch.cat([*(gradient.flatten() * 0.5 for gradient in gradients), torch.ones(3)]))
+    assert all(param.grad is None for param in params)
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+@pytest.mark.parametrize("align", [1, 8])
+def test_what_no_gradient_fills_is_zero(arrives: bool, align: int) -> None:
+    moving, params, gradients = packer(align=align)
+    params[0].grad = None
+    if arrives:
+        moving.arrived(0, 2, 1.0)
+        moving.arrived(0, 0, 1.0)  # has none
+    flat, _, present = moving.pack(0, 1.0)
+    assert present == (False, True, True)
+    assert flat[-3:].tolist() == [0.0, 1.0, 1.0]
+    assert flat.isfinite().all()
+    assert flat[:-3].count_nonzero() == sum(gradient.numel() for gradient in gradients[1:])
+
+
+def test_half_precision_gradients_arrive_in_the_dtype_of_the_sum() -> None:
+    param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    (bucket,) = lay_out([("p", param)])
+    param.grad = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    moving = Packer([bucket], flagged=False)
+    moving.arrived(0, 0, 1 / 3)
+    flat, *_ = moving.pack(0, 1 / 3)
+    assert torch.equal(flat, torch.tensor([1.0, 2.0, 3.0]) * (1 / 3))
