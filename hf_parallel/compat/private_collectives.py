@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
 
-    from torch import Tensor
+    from torch import Tensor, device, dtype
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.distributed_c10d import Store
 
@@ -133,16 +133,23 @@ def rows_of_ranks(mine: Tensor, group: ProcessGroup) -> Tensor:
     return rows
 
 
-def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Pending | None:
+def reduce_scatter_flat(
+    mine: Tensor,
+    whole: Tensor,
+    group: ProcessGroup,
+    empty: Callable[[int, dtype, device], Tensor] | None = None,
+) -> Pending | None:
     """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`.
 
-    On gloo, whose own sends the bytes of an all-reduce (torch 2.13), ranks exchange parts and whoever waits sums them.
+    On gloo, whose own sends the bytes of an all-reduce (torch 2.13), ranks exchange parts and whoever waits sums them; `empty` makes the
+    memory for these.
     """
     import torch.distributed as dist
 
     if "gloo" in dist.get_backend(group):
-        parts = whole.new_empty(group.size(), mine.numel())
-        return _PartsToSum(dist.all_to_all_single(parts.view(-1), whole, group=group, async_op=True), parts, mine)
+        parts = whole.new_empty(whole.numel()) if empty is None else empty(whole.numel(), whole.dtype, whole.device)
+        sent = dist.all_to_all_single(parts, whole, group=group, async_op=True)
+        return _PartsToSum(sent, parts.view(group.size(), -1), mine)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: Work | None = scatter(mine, whole, group=group, async_op=True)
     return work

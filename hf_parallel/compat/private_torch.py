@@ -33,6 +33,17 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def is_referred_to(tensor: Tensor) -> bool:
+    """Whether anything beside this object refers to its memory: a view, another tensor of it, an array; True if torch cannot say."""
+    import torch
+
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return True
+    alone = torch.empty(0)
+    return bool(count(tensor.untyped_storage()._cdata) > count(alone.untyped_storage()._cdata))
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that a view was made of, as autograd sees it; None for what is no view."""
     return tensor._base

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import copy_scaled
+from hf_parallel.data_parallel.buffer_pool import BufferPool
 from hf_parallel.errors import ConfigError, UnsupportedError
 
 
@@ -88,11 +89,12 @@ class Packer:
 
     Args:
         buckets: The buckets.
+        pool: Where buffers come from.
         flagged: Append one number a parameter that tells whether it had a gradient.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, flagged: bool) -> None:
-        self._buckets, self._flagged = buckets, flagged
+    def __init__(self, buckets: Sequence[Bucket], pool: BufferPool, *, flagged: bool) -> None:
+        self._buckets, self._pool, self._flagged = buckets, pool, flagged
         self._filling: dict[int, _Filling] = {}
 
     @property
@@ -135,9 +137,9 @@ class Packer:
         return filling.flat, filling.factor, present
 
     def _new(self, bucket: Bucket, factor: float, *, zeros: bool) -> _Filling:
-        make = torch.zeros if zeros else torch.empty
         flags = len(bucket.params) if self._flagged else 0
-        return _Filling(make(bucket.numel + flags, dtype=bucket.dtype, device=bucket.device), factor, set())
+        flat = self._pool.empty(bucket.numel + flags, bucket.dtype, bucket.device)
+        return _Filling(flat.zero_() if zeros else flat, factor, set())
 
     def _move(self, bucket: Bucket, filling: _Filling, positions: Sequence[int]) -> None:
         found = [(at, grad) for at in positions if (grad := bucket.params[at].grad) is not None]

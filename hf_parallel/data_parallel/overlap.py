@@ -26,6 +26,7 @@ class Overlap:
         skipped: Indices of buckets that are always started at the end.
         watches: Whether anything is started before `finish`.
         noticed: Called before anything else when a gradient has arrived, in whichever backward pass; None: nobody asks.
+        early: Called when a gradient has arrived in a pass that is not armed.
     """
 
     def __init__(
@@ -37,11 +38,12 @@ class Overlap:
         *,
         watches: bool = True,
         noticed: Callable[[], None] | None = None,
+        early: Callable[[], None] = lambda: None,
     ) -> None:
         self._buckets = buckets
         self._start, self._take = start, arrived
         self._skipped = skipped if watches else frozenset(range(len(buckets)))
-        self._noticed = noticed
+        self._noticed, self._early = noticed, early
         self._armed = False
         self._next = 0
         self._seen: Counter[int] = Counter()
@@ -112,7 +114,9 @@ class Overlap:
                 return
             if watched._noticed is not None:
                 watched._noticed()
-            if watched._armed and index not in watched._skipped:
+            if not watched._armed:
+                watched._early()
+            elif index not in watched._skipped:
                 watched._arrived(index, position, param)
 
         return arrived

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import scale_all, sent_to
 from hf_parallel.data_parallel.buckets import Packer, lay_out
+from hf_parallel.data_parallel.buffer_pool import BufferPool
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import (
     PLAIN,
@@ -65,14 +66,17 @@ class GradientReducer:
         self._buckets = lay_out(params, traffic.bucket_bytes, kind=traffic.kind, dtype=traffic.dtype)
         alone = group is None or group.size() == 1
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
-        self._packer = Packer(self._buckets, flagged=self._wire is None or not self._wire.lossy)
+        overlaps = traffic.overlaps and not alone
+        self._pool = BufferPool(keeps=overlaps)  # it cannot see passes that add up without hooks on the parameters
+        self._packer = Packer(self._buckets, self._pool, flagged=self._wire is None or not self._wire.lossy)
         self._under_way: list[_UnderWay] = []
         self._factor = 1.0
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
         noticed = None if alone else traffic.noticed
-        overlaps = traffic.overlaps and not alone
-        self._overlap = Overlap(self._buckets, self._start, self._arrived, late, watches=overlaps, noticed=noticed)
+        self._overlap = Overlap(
+            self._buckets, self._start, self._arrived, late, watches=overlaps, noticed=noticed, early=self._pool.forget
+        )
 
     @property
     def counters(self) -> Counts:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_collectives import Pending, reduce_scatter_flat
 from hf_parallel.data_parallel.buckets import BUCKET_BYTES, Bucket
+from hf_parallel.data_parallel.buffer_pool import BufferPool
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.monitor.recorder import Recorder, silent
 
@@ -151,6 +152,7 @@ class PlainWire:
     group: dist.ProcessGroup
     lossy: bool = False
     counters: WireCounters = field(default_factory=WireCounters)
+    pool: BufferPool = field(default_factory=lambda: BufferPool(keeps=False))
 
     def all_reduce(self, flat: Tensor, bucket: Bucket | None) -> Wait:
         """One all-reduce."""
@@ -160,8 +162,8 @@ class PlainWire:
     def reduce_scatter(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Wait]:
         """One reduce-scatter."""
         self._count(flat)
-        mine = flat.new_empty(flat.numel() // self.group.size())
-        return mine, _waits_for(reduce_scatter_flat(mine, flat, self.group))
+        mine = self.pool.empty(flat.numel() // self.group.size(), flat.dtype, flat.device)
+        return mine, _waits_for(reduce_scatter_flat(mine, flat, self.group, self.pool.empty))
 
     def flush(self) -> None:
         """Nothing is delayed."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from hf_parallel.compat.private_collectives import all_gather_flat
 from hf_parallel.compat.torch_tools import sent_to
 from hf_parallel.data_parallel.buckets import Packer, lay_out
+from hf_parallel.data_parallel.buffer_pool import BufferPool
 from hf_parallel.data_parallel.flat import (
     ALIGN,
     FlatKind,
@@ -30,11 +31,11 @@ from hf_parallel.data_parallel.flat import (
     counted_pieces,
     fingerprint,
     flatten,
-    pack_state,
     refuse_overlaps,
 )
 from hf_parallel.data_parallel.host import FusedOnHost, HostMemory
 from hf_parallel.data_parallel.late_gather import LateGather
+from hf_parallel.data_parallel.optimizer_parts import group_of_parameters, per_element, take_over
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire, announced_factor, require_announced
 from hf_parallel.errors import UnsupportedError
@@ -84,11 +85,13 @@ class ZeroPartition:
     ) -> None:
         self.stage, self.optimizer, self.host = stage, optimizer, host
         self.shard_group, self.replicate_group = shard_group, replicate_group
-        self.wire: Wire = traffic.wire or PlainWire(shard_group)
+        # Stage 2 is for those who have no room for whole gradients; and without hooks, passes that add up would not be seen.
+        self._pool = BufferPool(keeps=stage == 1 and traffic.overlaps)
+        self.wire: Wire = traffic.wire or PlainWire(shard_group, pool=self._pool)
         self.copies = PlainWire(replicate_group) if replicate_group is not None else None
         self._waiting, self._recorder = traffic.waiting, traffic.recorder
         self.gathered_bytes = 0
-        index_of = _group_of_parameters(optimizer)
+        index_of = group_of_parameters(optimizer)
         names = {id(param): name for name, param in params}
         self.groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         taken = [(name, param) for name, param in params if id(param) in index_of]
@@ -103,17 +106,17 @@ class ZeroPartition:
         )
         sharers = traffic.sharers or (lambda name: shard_group)
         groups = [sharers(bucket.names[0]) for bucket in buckets]
-        self.wires = {group: PlainWire(group) for group in groups if group not in (None, shard_group)}
+        self.wires = {group: PlainWire(group, pool=self._pool) for group in groups if group not in (None, shard_group)}
         self.shards = [flatten(bucket, group, host) for bucket, group in zip(buckets, groups, strict=True)]
         for shard in self.shards:
             shard.counted = counted_pieces(shard, counted)
         self._buckets = buckets
-        unstepped = _take_over(optimizer, self.shards)
+        unstepped = take_over(optimizer, self.shards)
         self._kernel = FusedOnHost(optimizer) if host is not None else None
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._factor = 1.0
-        self._packer = Packer(buckets, flagged=False)
+        self._packer = Packer(buckets, self._pool, flagged=False)
         self._under_way: list[
             tuple[Tensor, float, tuple[bool, ...], Wait]
         ] = []  # part, its factor, what had a gradient
@@ -122,7 +125,13 @@ class ZeroPartition:
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
         )
         self._overlap = Overlap(
-            buckets, self._start, self._arrived, late, watches=traffic.overlaps, noticed=traffic.noticed
+            buckets,
+            self._start,
+            self._arrived,
+            late,
+            watches=traffic.overlaps,
+            noticed=traffic.noticed,
+            early=self._pool.forget,
         )
         self.late: LateGather | None = None
         self.absent_names: frozenset[str] = frozenset()
@@ -316,7 +325,7 @@ class ZeroPartition:
         if self._kernel is not None:
             self._kernel.before(optimizer.param_groups)
         for shard in self.shards:
-            kept = [shard.master.data, *_per_element(optimizer, shard)]
+            kept = [shard.master.data, *per_element(optimizer, shard)]
             shard.saved = [(tensor, piece, tensor[piece].clone()) for piece in shard.absent for tensor in kept]
 
     @torch.no_grad()
@@ -374,46 +383,3 @@ class ZeroPartition:
             if gradient is not None:
                 pieces += [gradient[at] if mask is None else gradient[at] * mask for at, mask in shard.counted]
         return pieces
-
-
-def _group_of_parameters(optimizer: Optimizer) -> dict[int, int]:
-    """Id of a parameter -> index of its group.
-
-    Raises:
-        UnsupportedError: If a parameter is in two groups.
-    """
-    found: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if found.setdefault(id(param), index) != index:
-                raise UnsupportedError(
-                    f"a parameter of shape {tuple(param.shape)} is in the optimizer's groups {found[id(param)]} and "
-                    f"{index}: with ZeRO each is updated by one rule. Put it into one group."
-                )
-    return found
-
-
-def _take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> list[str]:
-    """Give the optimizer the flat parts in place of the parameters, with the state it has of these.
-
-    Returns:
-        Names of parameters of which it has no state although it has stepped on others of their part.
-    """
-    for index, group in enumerate(optimizer.param_groups):
-        group["params"] = [shard.master for shard in shards if shard.group == index]
-    old = dict(optimizer.state)
-    optimizer.state.clear()
-    unstepped: list[str] = []
-    for shard in shards:
-        named = list(zip(shard.bucket.names, shard.bucket.params, strict=True))
-        found = [(position, old[param]) for position, (_, param) in enumerate(named) if old.get(param)]
-        if found:
-            optimizer.state[shard.master] = pack_state(shard, dict(found))
-            unstepped += [name for name, param in named if not old.get(param)]
-    return unstepped
-
-
-def _per_element(optimizer: Optimizer, shard: FlatShard) -> list[Tensor]:
-    """State tensors with one entry an element of the part."""
-    state = optimizer.state.get(shard.master, {})
-    return [value for value in state.values() if isinstance(value, Tensor) and value.shape == shard.master.shape]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,41 @@ def bf16_sum_rank(rank: int, world_size: int) -> float:
 
 def test_low_precision_gradients_are_summed_in_fp32(tmp_path: Path) -> None:
     assert run_ranks(bf16_sum_rank, 4, tmp_path=tmp_path) == [260.0] * 4
+
+
+def buffers_rank(rank: int, world_size: int) -> list[bool]:
+    """Whether gradients of a step have the memory of those of the step before: usually, when user code keeps some, when passes add up."""
+    named = parameters()
+    reducer = GradientReducer(named, dist.group.WORLD, Traffic(overlaps=True))
+    pointers, old = [], None
+    for step in range(1, 8):
+        for armed in (False, True) if step == 6 else (True,):
+            if armed:
+                reducer.arm(0.5)
+            for index, (_, param) in enumerate(named):
+                if has_gradient(rank, index):
+                    (param * gradient(rank, index) * step).sum().backward()
+            if not armed:
+                assert not reducer._pool._held
+        reducer.reduce(0.5)
+        assert_averaged(named, world_size, step * (2 if step == 6 else 1), 0.5)
+        first = named[0][1].grad
+        assert first is not None
+        pointers.append(first.data_ptr())
+        if step == 3:
+            old = named[3][1].grad
+        if step == 5:
+            assert old is not None
+            torch.testing.assert_close(old, sum(gradient(r, 3) * 3 * 0.5 for r in range(world_size)))
+        for _, param in named:
+            param.grad = None
+        del first
+        time.sleep(0.05)  # a thread of gloo lets go of a buffer a moment after its collective
+    return [one == other for one, other in itertools.pairwise(pointers)][:4]
+
+
+def test_gradients_keep_their_memory_unless_user_code_keeps_them_or_passes_add_up(tmp_path: Path) -> None:
+    assert run_ranks(buffers_rank, 2, tmp_path=tmp_path) == [[True, True, False, True]] * 2
 
 
 def test_without_a_group_the_factor_alone_is_applied() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.data_parallel.buckets import Packer, lay_out
+from hf_parallel.data_parallel.buffer_pool import BufferPool
 
 
 SHAPES = [(3, 4), (5,), (2, 2)]
@@ -28,7 +29,11 @@ def packer(*, align: int = 1, flagged: bool = True) -> tuple[Packer, list[nn.Par
     (bucket,) = lay_out(named, align=align)
     for param in bucket.params:
         param.grad = torch.randn(param.shape)
-    return Packer([bucket], flagged=flagged), list(bucket.params), [param.grad.clone() for param in bucket.params]
+    return (
+        Packer([bucket], BufferPool(keeps=False), flagged=flagged),
+        list(bucket.params),
+        [param.grad.clone() for param in bucket.params],
+    )
 
 
 def test_a_gradient_moves_when_it_arrives_and_the_others_with_its_factor() -> None:
@@ -61,7 +66,7 @@ def test_half_precision_gradients_arrive_in_the_dtype_of_the_sum() -> None:
     param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     (bucket,) = lay_out([("p", param)])
     param.grad = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
-    moving = Packer([bucket], flagged=False)
+    moving = Packer([bucket], BufferPool(keeps=False), flagged=False)
     moving.arrived(0, 0, 1 / 3)
     flat, *_ = moving.pack(0, 1 / 3)
     assert torch.equal(flat, torch.tensor([1.0, 2.0, 3.0]) * (1 / 3))
