@@ -111,6 +111,9 @@ bench-pipeline: setup  ## time the pipeline runtime
 bench-host: setup  ## what a deep model costs the host of one pipeline stage
 	$(BIN)/python benchmarks/bench_host.py
 
+bench-attach: setup  ## how long a model takes to be planned, checked and cut, the first time and again
+	$(BIN)/python benchmarks/bench_attach.py
+
 bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
 	$(BIN)/python benchmarks/bench_schedules.py
 

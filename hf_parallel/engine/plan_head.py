@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.engine.plan_shards import Shown
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.head.defer import LogitsDeferral
 from hf_parallel.head.tiles import Tiling
-from hf_parallel.model.fewer import Kept, with_blocks
+from hf_parallel.model.fewer import with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.tensors import only_tensor
 from hf_parallel.one_rank import on_rank_zero
@@ -64,16 +65,14 @@ class _RefusedError(Exception):
     """A loss that needs logits; the message says why."""
 
 
-def plan_head(
-    setup: Setup, probes: Probes, shards: TPPlan | None, kept: Kept | None, stand_in: StandIn | None
-) -> HeadPlan:
+def plan_head(setup: Setup, probes: Probes, shards: TPPlan | None, shown: Shown, stand_in: StandIn | None) -> HeadPlan:
     """Whether the logits are made, the same on every rank; collective where it has to be tried.
 
     Args:
         setup: The whole model.
         probes: The batches to try it with.
         shards: How its layers are sharded.
-        kept: Blocks that show what all blocks do; None: all run. Only rank 0 needs them.
+        shown: What shows what the whole model does. Only rank 0 needs it.
         stand_in: For a model without values.
 
     Raises:
@@ -82,16 +81,26 @@ def plan_head(
     if not setup.config.chunks_loss:
         return HeadPlan()
 
-    def look() -> HeadPlan:
-        setup.watchdog.runs("tries the loss without logits")
-        model: nn.Module = setup.model
-        sample: Mapping[str, Any] = probes.batch
+    def form() -> tuple[nn.Module, Mapping[str, Any]]:
+        """The smallest model that has the loss of the whole one, and its batch."""
         if stand_in is not None:
-            model, sample = stand_in.model(sample)
-            sample = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
-        elif kept is not None:  # a loss is made after the blocks
-            model = with_blocks(model, kept.stack, kept.blocks)
-        return judge_head(model, sample, shards)
+            model, sample = stand_in.model(probes.batch)
+            return model, {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
+        if shown.narrow is not None:
+            return shown.narrow.shown.model, shown.narrow.shown.batch(probes.batch)
+        if shown.kept is not None:  # a loss is made after the blocks
+            return with_blocks(setup.model, shown.kept.stack, shown.kept.blocks), probes.batch
+        return setup.model, probes.batch
+
+    def look() -> HeadPlan:
+        of = "" if shards is None else shards.fingerprint()
+        if isinstance(known := setup.verdicts.get("head", of), str):
+            return HeadPlan(known, is_asked=True)
+        setup.watchdog.runs("tries the loss without logits")
+        found = judge_head(*form(), shards)
+        if found.is_deferred:
+            setup.verdicts.put("head", found.name, of)
+        return found
 
     plan = on_rank_zero(look, "tries the loss without logits", waiting=setup.watchdog.waiting)
     if setup.config.chunked_loss is True and plan.why:

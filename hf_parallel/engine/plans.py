@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +108,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
                 cut = plan_cut(setup, found, probes, stand_in, shards)
             recomputed = _recomputed(setup, found, cut)
             units = _gathered_units(setup, found, probes, recomputed)
-            shown_by = shown.kept if shown.kept is not None or found is None else found.kept
+            shown_by = shown if shown.kept is not None or found is None else replace(shown, kept=found.kept)
             head = plan_head(setup, probes, shards, shown_by, stand_in)
     ledger, rows = _ledger(setup, (shards or experts), cut), shared_rows(setup)
     if not setup.config.pipeline.vertical_sync:

@@ -285,9 +285,11 @@ class _Code:
         """Of objects of libraries only the class, and the functions in their tables."""
         if isinstance(value, types.ModuleType):
             return f"module {value.__name__}"
+        before = len(self._functions), len(self._classes)
         try:
             return self.of(value)
         except UnknownError:
+            self._leave_out(*before)
             if isinstance(value, CODE):
                 return f"not of transformers: {_home(value)}"
             home = self._shipped(type(value))
@@ -297,6 +299,12 @@ class _Code:
         inside = [*vars(type(value)).values(), *getattr(value, "__dict__", {}).values()]
         tables = [one for table in inside if isinstance(table, Mapping) for one in table.values()]
         return f"{home} {sorted(self.named(one) for one in tables if isinstance(one, FUNCTIONS))}"
+
+    def _leave_out(self, functions: int, classes: int) -> None:
+        """Reach only so many again: how far a set was read before something was unknown depends on addresses of this process."""
+        for table, count in ((self._functions, functions), (self._classes, classes)):
+            for key in list(table)[count:]:
+                del table[key]
 
     def _shipped(self, value: Any) -> str:
         home = _home(value)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel.engine import plan_shards, self_check
+from hf_parallel.engine import plan_head, plan_shards, self_check
 from hf_parallel.engine.session import Session
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
@@ -57,7 +57,7 @@ def patched(model: Any) -> None:
 
 
 def starts(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> None:
-    counts = {"checks": 0, "plans": 0}
+    counts = {"checks": 0, "plans": 0, "heads": 0}
 
     def counted(where: Any, name: str, what: str) -> None:
         real = getattr(where, name)
@@ -71,16 +71,18 @@ def starts(rank: int, world_size: int, settings: dict[str, Any], folder: str) ->
     counted(self_check, "check_split", "checks")
     counted(self_check, "verify_model", "checks")
     counted(plan_shards, "plan_model", "plans")
+    counted(plan_head, "judge_head", "heads")
 
     def run(change: Any = None, **more: Any) -> tuple[list[float], dict[str, int]]:
-        counts.update(checks=0, plans=0)
+        counts.update(dict.fromkeys(counts, 0))
         found = step({**settings, **more}, change)
         dist.barrier()
         return found, dict(counts)
 
     section = "pipeline" if "pp_size" in settings else "tensor_parallel"
     first = {"checks": int(rank == 0), "plans": int(rank == 0 and section == "tensor_parallel")}
-    nothing = {"checks": 0, "plans": 0}
+    first["heads"] = int(rank == 0)
+    nothing = dict.fromkeys(first, 0)
     loss, found = run()
     assert found == first
     assert run() == (loss, nothing)

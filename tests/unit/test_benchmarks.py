@@ -60,6 +60,13 @@ def test_the_benchmark_of_the_hosts_time_runs(tmp_path: Path) -> None:
     assert row["calls"][0] > row["calls"][1]
 
 
+@SHOWS_THAT_IT_RUNS
+def test_the_benchmark_of_starts_runs(tmp_path: Path) -> None:
+    rows = run_alone("bench_attach.py", tmp_path / "report.json")["rows"]
+    assert [row["layout"] for row in rows] == ["pp2", "tp2"]
+    assert all(min(row["seconds"].values()) > 0 for row in rows)
+
+
 def test_ranks_that_share_a_sequence_keep_their_part_of_its_activations(tmp_path: Path) -> None:
     rows = run_alone("bench_ulysses.py", tmp_path / "report.json")
     assert [(row["model"], row["sp"], row["attention"]) for row in rows[:3]] == [

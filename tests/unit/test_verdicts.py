@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import subprocess
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -46,6 +49,27 @@ def usual() -> str:
 
 def test_weights_do_not_matter_and_the_number_is_stable() -> None:
     assert usual() == identity_of(llama()) == identity_of(llama(seed=1))
+
+
+TELLS = """
+import hf_parallel.engine.session
+from test_verdicts import identity_of, llama
+print(identity_of(llama()))
+"""
+
+
+def test_the_number_is_the_same_in_all_processes_of_a_script() -> None:
+    """Classes are in other places there, and sets of them in another order."""
+    command = [sys.executable, "-c", TELLS]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))
+    started = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        )
+        for seed in ("1", "2")
+    ]
+    one, other = [each.communicate(timeout=120)[0].split()[-1] for each in started]
+    assert one == other
 
 
 def test_trained_weights_are_told_from_constant_ones() -> None:
