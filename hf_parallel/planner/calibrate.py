@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -163,7 +164,7 @@ def run_ranks(ranks: int, target: Callable[..., None], args: Sequence[Any], fold
         ConfigError: As `wait_for`.
     """
     context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=target, args=(rank, *args), daemon=True) for rank in range(ranks)]
+    started = [context.Process(target=_rank, args=(target, rank, *args), daemon=True) for rank in range(ranks)]
     try:
         for one in started:
             one.start()
@@ -173,6 +174,14 @@ def run_ranks(ranks: int, target: Callable[..., None], args: Sequence[Any], fold
             if one.pid is not None:  # it was started
                 one.kill()
                 one.join(KILLED_S)
+
+
+def _rank(target: Callable[..., None], rank: int, *args: Any) -> None:
+    """A rank ends without Python's own clearing up: a thread that is in gloo or in the store meanwhile would abort the process."""
+    target(rank, *args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def wait_for(started: Sequence[BaseProcess], folder: Path, limit_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import multiprocessing
@@ -16,7 +17,15 @@ from typer.testing import CliRunner
 from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.layers import with_layers
-from hf_parallel.planner.calibrate import BLOCK_LENGTH, BLOCK_ROWS, Calibration, config_of_text, step_file, wait_for
+from hf_parallel.planner.calibrate import (
+    BLOCK_LENGTH,
+    BLOCK_ROWS,
+    Calibration,
+    config_of_text,
+    run_ranks,
+    step_file,
+    wait_for,
+)
 from hf_parallel.planner.cost import Place, block_pass
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
@@ -195,6 +204,17 @@ def test_a_rank_that_fails_ends_the_wait_for_the_others(tmp_path: Path) -> None:
         for one in started:
             one.kill()
             one.join(10)
+
+
+def aborts_later(rank: int, folder: str) -> None:
+    """Writes what it measured; what runs when Python ends fails, as a thread does that is in gloo at that time."""
+    Path(folder, str(rank)).write_text("measured")
+    atexit.register(os.abort)
+
+
+def test_a_rank_that_has_measured_is_done(tmp_path: Path) -> None:
+    run_ranks(2, aborts_later, (str(tmp_path),), tmp_path, 60)
+    assert [Path(tmp_path, name).read_text() for name in "01"] == ["measured"] * 2
 
 
 @pytest.mark.slow
