@@ -15,7 +15,7 @@ rows, and together they hold one copy of the experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 
@@ -79,6 +79,11 @@ class MeshShape:
     def num_copies(self) -> int:
         """Copies of the model's weights: of each replica, one for each part of the sequence."""
         return self.dp_size * self.sp_size
+
+    def orders(self) -> list[MeshShape]:
+        """The mesh with each number of neighbouring replicas that may be chosen; one without stages, or with shared experts."""
+        may_be = range(1, self.dp_size + 1) if self.pp_size > 1 and self.ep_size == 1 else (1,)
+        return [replace(self, dp_inside=count) for count in may_be if self.dp_size % count == 0]
 
     def copies_in_nodes(self, ranks_per_node: int) -> int:
         """Copies of each part on every node that has one, if several nodes have the same part, and as many each; else 1."""

@@ -139,11 +139,10 @@ def place(
         inside: The number of neighbours, if it is given.
         in_nodes: Whether sums inside nodes were asked for: an order without them is taken only where there is no other.
     """
-    counts = [inside or 1]
     known = sent is not None or in_nodes
-    if inside is None and known and links.differ and shape.pp_size > 1 and shape.ep_size == 1:
-        counts = [count for count in range(1, shape.dp_size + 1) if shape.dp_size % count == 0]
-    shapes = [replace(shape, dp_inside=count if shape.pp_size > 1 else 1) for count in counts]
+    shapes = [replace(shape, dp_inside=(inside or 1) if shape.pp_size > 1 else 1)]
+    if inside is None and known and links.differ:
+        shapes = shape.orders()
     if in_nodes:
         shapes = [one for one in shapes if one.copies_in_nodes(links.ranks_per_node) > 1] or shapes
     found = []

@@ -122,10 +122,8 @@ class TopologyConfig(Section):
         Raises:
             ConfigError: With the key, the rule and a fix.
         """
-        chosen = self.dp_inside == "auto" and shape.pp_size > 1 and shape.ep_size == 1
-        given = 1 if self.dp_inside == "auto" else self.dp_inside
-        counts = [count for count in range(1, shape.dp_size + 1) if shape.dp_size % count == 0] if chosen else [given]
-        if not any(replace(shape, dp_inside=count).copies_in_nodes(links.ranks_per_node) > 1 for count in counts):
+        orders = shape.orders() if self.dp_inside == "auto" else [replace(shape, dp_inside=self.dp_inside)]
+        if not any(one.copies_in_nodes(links.ranks_per_node) > 1 for one in orders):
             order = "" if self.dp_inside == "auto" else f" and topology.dp_inside={self.dp_inside}"
             raise ConfigError(
                 f"{key}=hierarchical with {links.describe()}, {shape.num_copies} replica{'s' * (shape.num_copies > 1)}{order}: it needs "
