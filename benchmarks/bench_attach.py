@@ -1,6 +1,6 @@
 """How long a model takes from `Trainer` to the first step: the plan, the comparison with the whole model, and the cut.
 
-    python benchmarks/bench_attach.py            # two minutes
+    python benchmarks/bench_attach.py            # a quarter of an hour
     python benchmarks/bench_attach.py --smoke    # a small model; its numbers mean nothing
 
 A Llama of the shape of SmolLM2-135M, one twice as wide, and one twice as deep, with random weights, on two gloo ranks with one

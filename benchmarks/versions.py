@@ -42,6 +42,7 @@ TESTS = (
     "tests/unit/test_tp_check.py",
     "tests/ranks/test_trainer_parity.py",
     "tests/ranks/test_adapters.py",
+    "tests/ranks/test_gradient_reducer.py",
     "tests/ranks/test_raw_loop.py::test_all_ranks_skip_a_step_that_overflowed_on_one",
     "tests/ranks/test_zero.py::test_a_checkpoint_resumes_on_other_replicas_and_stages",
 )
