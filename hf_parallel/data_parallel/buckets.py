@@ -91,10 +91,14 @@ class Packer:
         buckets: The buckets.
         pool: Where buffers come from.
         flagged: Append one number a parameter that tells whether it had a gradient.
+
+    Attributes:
+        factor: What gradients are multiplied by of buckets whose first one moves from now on.
     """
 
     def __init__(self, buckets: Sequence[Bucket], pool: BufferPool, *, flagged: bool) -> None:
         self._buckets, self._pool, self._flagged = buckets, pool, flagged
+        self.factor = 1.0
         self._filling: dict[int, _Filling] = {}
 
     @property
@@ -103,18 +107,18 @@ class Packer:
         return bool(self._filling)
 
     @torch.no_grad()
-    def arrived(self, index: int, position: int, factor: float) -> None:
-        """A gradient is complete; the others of its bucket will have the same factor, whatever `pack` is given."""
+    def arrived(self, index: int, position: int) -> None:
+        """A gradient is complete; the others of its bucket will have the same factor."""
         bucket = self._buckets[index]
         gradient = bucket.params[position].grad
         if gradient is None or bucket.device.type != "cpu" or gradient.layout != torch.strided:
             return
         filling = self._filling.get(index)
         if filling is None:
-            filling = self._filling[index] = self._new(bucket, factor, zeros=bucket.has_gaps)
+            filling = self._filling[index] = self._new(bucket, zeros=bucket.has_gaps)
         self._move(bucket, filling, [position])
 
-    def pack(self, index: int, factor: float) -> tuple[Tensor, float, tuple[bool, ...]]:
+    def pack(self, index: int) -> tuple[Tensor, float, tuple[bool, ...]]:
         """The buffer of a bucket with the gradients that there are, their factor, and which parameters had one.
 
         Raises:
@@ -125,7 +129,7 @@ class Packer:
         filling = self._filling.pop(index, None)
         here = [position for position, param in enumerate(bucket.params) if param.grad is not None]
         if filling is None:
-            filling = self._new(bucket, factor, zeros=bucket.has_gaps or len(here) < len(bucket.params))
+            filling = self._new(bucket, zeros=bucket.has_gaps or len(here) < len(bucket.params))
         else:
             for position in set(range(len(bucket.params))) - filling.moved - set(here):
                 bucket.slot(filling.flat, position).zero_()
@@ -136,10 +140,10 @@ class Packer:
             flags.copy_(torch.tensor(present)) if not all(present) else flags.fill_(1.0)
         return filling.flat, filling.factor, present
 
-    def _new(self, bucket: Bucket, factor: float, *, zeros: bool) -> _Filling:
+    def _new(self, bucket: Bucket, *, zeros: bool) -> _Filling:
         flags = len(bucket.params) if self._flagged else 0
         flat = self._pool.empty(bucket.numel + flags, bucket.dtype, bucket.device)
-        return _Filling(flat.zero_() if zeros else flat, factor, set())
+        return _Filling(flat.zero_() if zeros else flat, self.factor, set())
 
     def _move(self, bucket: Bucket, filling: _Filling, positions: Sequence[int]) -> None:
         found = [(at, grad) for at in positions if (grad := bucket.params[at].grad) is not None]

@@ -70,12 +70,17 @@ class GradientReducer:
         self._pool = BufferPool(keeps=overlaps)  # it cannot see passes that add up without hooks on the parameters
         self._packer = Packer(self._buckets, self._pool, flagged=self._wire is None or not self._wire.lossy)
         self._under_way: list[_UnderWay] = []
-        self._factor = 1.0
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
         noticed = None if alone else traffic.noticed
         self._overlap = Overlap(
-            self._buckets, self._start, self._arrived, late, watches=overlaps, noticed=noticed, early=self._pool.forget
+            self._buckets,
+            self._start,
+            self._packer.arrived,
+            late,
+            watches=overlaps,
+            noticed=noticed,
+            early=self._pool.forget,
         )
 
     @property
@@ -95,7 +100,7 @@ class GradientReducer:
         """
         announced = announced_factor(self._wire, factor) if self._wire is not None else None
         if announced is not None:
-            self._factor = announced
+            self._packer.factor = announced
             self._overlap.arm()
 
     @torch.no_grad()
@@ -113,8 +118,8 @@ class GradientReducer:
                 bucket.refuse_sparse()
             self._scale(factor)
             return
-        require_announced(wire, self._factor, factor, left=bool(self._under_way) or self._packer.has_begun)
-        self._factor = factor
+        require_announced(wire, self._packer.factor, factor, left=bool(self._under_way) or self._packer.has_begun)
+        self._packer.factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
         flags = self._exchange_flags(wire, under_way) if wire.lossy else None
@@ -130,16 +135,13 @@ class GradientReducer:
                 item.flat[: bucket.numel].mul_(factor / item.factor)
             bucket.unpack(item.flat, item.present if all(item.present) else self._anywhere(index, item, flags))
 
-    def _arrived(self, index: int, position: int) -> None:
-        self._packer.arrived(index, position, self._factor)
-
     @torch.no_grad()
     def _start(self, index: int) -> None:
         wire, bucket = self._wire, self._buckets[index]
         if wire is None:
             return
         begun = self._recorder.mark()
-        flat, factor, present = self._packer.pack(index, self._factor)
+        flat, factor, present = self._packer.pack(index)
         self._under_way.append(_UnderWay(flat, factor, present, wire.all_reduce(flat, bucket), begun))
 
     def _exchange_flags(self, wire: Wire, under_way: Sequence[_UnderWay]) -> tuple[Wait, list[Tensor]]:

@@ -115,7 +115,6 @@ class ZeroPartition:
         self._kernel = FusedOnHost(optimizer) if host is not None else None
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-        self._factor = 1.0
         self._packer = Packer(buckets, self._pool, flagged=False)
         self._under_way: list[
             tuple[Tensor, float, tuple[bool, ...], Wait]
@@ -127,7 +126,7 @@ class ZeroPartition:
         self._overlap = Overlap(
             buckets,
             self._start,
-            self._arrived,
+            self._packer.arrived,
             late,
             watches=traffic.overlaps,
             noticed=traffic.noticed,
@@ -153,7 +152,7 @@ class ZeroPartition:
         """The backward pass that follows is the last before `reduce`, or, in stage 2, before `accumulate`."""
         announced = announced_factor(self.wire, factor)
         if announced is not None:
-            self._factor = announced
+            self._packer.factor = announced
             self._overlap.arm()
 
     @torch.no_grad()
@@ -162,8 +161,8 @@ class ZeroPartition:
 
         `p.grad` of the model's parameters becomes None.
         """
-        require_announced(self.wire, self._factor, factor, left=bool(self._under_way) or self._packer.has_begun)
-        self._factor = factor
+        require_announced(self.wire, self._packer.factor, factor, left=bool(self._under_way) or self._packer.has_begun)
+        self._packer.factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
         begun, self._begun = self._begun, []
@@ -206,13 +205,10 @@ class ZeroPartition:
         self.host.copy_down(mine, target)
         return target
 
-    def _arrived(self, index: int, position: int) -> None:
-        self._packer.arrived(index, position, self._factor)
-
     def _start(self, index: int) -> None:
         self._begun.append(self._recorder.mark())
         with torch.no_grad():
-            flat, factor, present = self._packer.pack(index, self._factor)
+            flat, factor, present = self._packer.pack(index)
             mine, wait = self._summed(index, flat)
         self._under_way.append((mine, factor, present, wait))
 

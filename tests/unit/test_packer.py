@@ -38,10 +38,12 @@ def packer(*, align: int = 1, flagged: bool = True) -> tuple[Packer, list[nn.Par
 
 def test_a_gradient_moves_when_it_arrives_and_the_others_with_its_factor() -> None:
     moving, params, gradients = packer()
-    moving.arrived(0, 1, 0.5)
+    moving.factor = 0.5
+    moving.arrived(0, 1)
     assert [param.grad is None for param in params] == [False, True, False]
     assert moving.has_begun
-    flat, factor, present = moving.pack(0, 0.25)
+    moving.factor = 0.25
+    flat, factor, present = moving.pack(0)
     assert (factor, present, moving.has_begun) == (0.5, (True, True, True), False)
     assert torch.equal(flat, torch.cat([*(gradient.flatten() * 0.5 for gradient in gradients), torch.ones(3)]))
     assert all(param.grad is None for param in params)
@@ -53,9 +55,9 @@ def test_what_no_gradient_fills_is_zero(arrives: bool, align: int) -> None:
     moving, params, gradients = packer(align=align)
     params[0].grad = None
     if arrives:
-        moving.arrived(0, 2, 1.0)
-        moving.arrived(0, 0, 1.0)  # has none
-    flat, _, present = moving.pack(0, 1.0)
+        moving.arrived(0, 2)
+        moving.arrived(0, 0)  # has none
+    flat, _, present = moving.pack(0)
     assert present == (False, True, True)
     assert flat[-3:].tolist() == [0.0, 1.0, 1.0]
     assert flat.isfinite().all()
@@ -67,6 +69,7 @@ def test_half_precision_gradients_arrive_in_the_dtype_of_the_sum() -> None:
     (bucket,) = lay_out([("p", param)])
     param.grad = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     moving = Packer([bucket], BufferPool(keeps=False), flagged=False)
-    moving.arrived(0, 0, 1 / 3)
-    flat, *_ = moving.pack(0, 1 / 3)
+    moving.factor = 1 / 3
+    moving.arrived(0, 0)
+    flat, *_ = moving.pack(0)
     assert torch.equal(flat, torch.tensor([1.0, 2.0, 3.0]) * (1 / 3))
