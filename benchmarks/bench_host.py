@@ -33,7 +33,7 @@ from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.run.stage import cut_stages
 
 
-DEPTHS = ((80, 8), (126, 18))  # blocks, stages
+DEPTHS = ((80, 8), (126, 16), (126, 18))  # blocks, stages
 
 
 def llama(blocks: int) -> LlamaForCausalLM:
@@ -53,9 +53,9 @@ def llama(blocks: int) -> LlamaForCausalLM:
 
 def variants(blocks: int, stages: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """One forward and backward of the last stage, and of a whole model of as many blocks as the stage has."""
-    deep, own = llama(blocks), llama(blocks // stages)
+    bounds = [index * blocks // stages for index in range(stages + 1)]
+    deep, own = llama(blocks), llama(blocks - bounds[-2])
     plan = discover_stages(deep, Probes(deep, torch.device("cpu")).discovery)
-    bounds = [index * (blocks // stages) for index in range(stages)] + [blocks]
     stage = cut_stages(deep, plan, bounds, [stages - 1], deep.forward)[stages - 1]
     batch: dict[str, Any] = {"input_ids": torch.arange(1, 9)[None]}  # i[1 8]
     batch |= {"labels": batch["input_ids"], "use_cache": False}
