@@ -73,12 +73,33 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class _Filling:
+class Packed:
     """A flat buffer, f[bucket.numel + flags], and the positions of the gradients in it, multiplied by `factor`."""
 
+    bucket: Bucket
     flat: Tensor
     factor: float
     moved: set[int]
+
+    @property
+    def present(self) -> tuple[bool, ...]:
+        """Which parameters have a gradient in the buffer."""
+        return tuple(position in self.moved for position in range(len(self.bucket.params)))
+
+    def take(self, positions: Sequence[int]) -> None:
+        """Move gradients that there are into the buffer."""
+        params = self.bucket.params
+        found = [(at, grad) for at in positions if (grad := params[at].grad) is not None]
+        if found:
+            copy_scaled([self.bucket.slot(self.flat, at) for at, _ in found], [grad for _, grad in found], self.factor)
+        self.moved.update(positions)
+        for at in positions:
+            params[at].grad = None
+
+    def clear_others(self) -> None:
+        """Zeros where no gradient has moved to."""
+        for position in set(range(len(self.bucket.params))) - self.moved:
+            self.bucket.slot(self.flat, position).zero_()
 
 
 class Packer:
@@ -99,7 +120,7 @@ class Packer:
     def __init__(self, buckets: Sequence[Bucket], pool: BufferPool, *, flagged: bool) -> None:
         self._buckets, self._pool, self._flagged = buckets, pool, flagged
         self.factor = 1.0
-        self._filling: dict[int, _Filling] = {}
+        self._filling: dict[int, Packed] = {}
 
     @property
     def has_begun(self) -> bool:
@@ -113,47 +134,30 @@ class Packer:
         gradient = bucket.params[position].grad
         if gradient is None or bucket.device.type != "cpu" or gradient.layout != torch.strided:
             return
-        filling = self._filling.get(index)
-        if filling is None:
-            filling = self._filling[index] = self._new(bucket, zeros=bucket.has_gaps)
-        self._move(bucket, filling, [position])
+        if index not in self._filling:
+            self._filling[index] = self._new(bucket)
+        self._filling[index].take([position])
 
-    def pack(self, index: int) -> tuple[Tensor, float, tuple[bool, ...]]:
-        """The buffer of a bucket with the gradients that there are, their factor, and which parameters had one.
+    def pack(self, index: int) -> Packed:
+        """The buffer of a bucket with the gradients that there are, and zeros for the others.
 
         Raises:
             UnsupportedError: If a gradient is sparse; it was not moved then.
         """
         bucket = self._buckets[index]
         bucket.refuse_sparse()
-        filling = self._filling.pop(index, None)
-        here = [position for position, param in enumerate(bucket.params) if param.grad is not None]
-        if filling is None:
-            filling = self._new(bucket, zeros=bucket.has_gaps or len(here) < len(bucket.params))
-        else:
-            for position in set(range(len(bucket.params))) - filling.moved - set(here):
-                bucket.slot(filling.flat, position).zero_()
-        self._move(bucket, filling, here)
-        present = tuple(position in filling.moved for position in range(len(bucket.params)))
+        packed = self._filling.pop(index, None) or self._new(bucket)
+        packed.take([position for position, param in enumerate(bucket.params) if param.grad is not None])
+        packed.clear_others()
         if self._flagged:
-            flags = filling.flat[bucket.numel :]
+            flags, present = packed.flat[bucket.numel :], packed.present
             flags.copy_(torch.tensor(present)) if not all(present) else flags.fill_(1.0)
-        return filling.flat, filling.factor, present
+        return packed
 
-    def _new(self, bucket: Bucket, *, zeros: bool) -> _Filling:
+    def _new(self, bucket: Bucket) -> Packed:
         flags = len(bucket.params) if self._flagged else 0
         flat = self._pool.empty(bucket.numel + flags, bucket.dtype, bucket.device)
-        return _Filling(flat.zero_() if zeros else flat, self.factor, set())
-
-    def _move(self, bucket: Bucket, filling: _Filling, positions: Sequence[int]) -> None:
-        found = [(at, grad) for at in positions if (grad := bucket.params[at].grad) is not None]
-        if found:
-            copy_scaled(
-                [bucket.slot(filling.flat, at) for at, _ in found], [grad for _, grad in found], filling.factor
-            )
-        filling.moved.update(positions)
-        for at in positions:
-            bucket.params[at].grad = None
+        return Packed(bucket, flat.zero_() if bucket.has_gaps else flat, self.factor, set())
 
 
 def lay_out(

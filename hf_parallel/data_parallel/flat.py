@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -305,6 +305,11 @@ def counted_pieces(
     return found
 
 
+def is_per_element(value: object, key: str, like: Tensor) -> TypeGuard[Tensor]:
+    """Whether a value of an optimizer's state has one entry for each element of `like`, its parameter or flat part."""
+    return isinstance(value, Tensor) and value.shape == like.shape and key not in PER_TENSOR
+
+
 def pack_state(shard: FlatShard, states: Mapping[int, Mapping[str, object]]) -> dict[str, object]:
     """Optimizer state of a flat part from that of its parameters.
 
@@ -316,7 +321,7 @@ def pack_state(shard: FlatShard, states: Mapping[int, Mapping[str, object]]) -> 
     for position, state in states.items():
         param = shard.bucket.params[position]
         for key, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != param.shape or key in PER_TENSOR:
+            if not is_per_element(value, key, param):
                 number = value.clone() if isinstance(value, Tensor) else value
                 _require_one_number(shard.bucket.names[position], key, packed.setdefault(key, number), number)
                 continue

@@ -7,12 +7,10 @@ one explicit call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hf_parallel.compat.torch_tools import scale_all, sent_to
 from hf_parallel.data_parallel.buckets import Packer, lay_out
@@ -23,23 +21,13 @@ from hf_parallel.data_parallel.wire import (
     Counts,
     PlainWire,
     Traffic,
+    UnderWay,
     Wait,
     Wire,
     WireCounters,
     announced_factor,
     require_announced,
 )
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """A bucket whose reduction has started; its gradients were multiplied by `factor`."""
-
-    flat: Tensor
-    factor: float
-    present: tuple[bool, ...]
-    wait: Wait
-    begun: Any  # a moment of the recorder
 
 
 class GradientReducer:
@@ -69,7 +57,7 @@ class GradientReducer:
         overlaps = traffic.overlaps and not alone
         self._pool = BufferPool(keeps=overlaps)  # it cannot see passes that add up without hooks on the parameters
         self._packer = Packer(self._buckets, self._pool, flagged=self._wire is None or not self._wire.lossy)
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[UnderWay] = []
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
         noticed = None if alone else traffic.noticed
@@ -122,18 +110,15 @@ class GradientReducer:
         self._packer.factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
-        flags = self._exchange_flags(wire, under_way) if wire.lossy else None
+        counted = self._exchange_flags(wire, under_way) if wire.lossy else None
         wire.flush()
         under_way.reverse()
         for index, bucket in enumerate(self._buckets):
             item = under_way.pop()  # so that its buffer goes as soon as the gradients are copied out of it
-            start = self._recorder.mark()
-            item.wait()
-            self._recorder.add("wait reduce", index, -1, start)
-            self._recorder.add("reduce", index, -1, item.begun)
-            if factor != item.factor:
-                item.flat[: bucket.numel].mul_(factor / item.factor)
-            bucket.unpack(item.flat, item.present if all(item.present) else self._anywhere(index, item, flags))
+            item.arrive(index, factor, self._recorder)
+            if not all(item.present) and counted is not None:
+                counted()
+            bucket.unpack(item.sum, item.anywhere())
 
     @torch.no_grad()
     def _start(self, index: int) -> None:
@@ -141,26 +126,20 @@ class GradientReducer:
         if wire is None:
             return
         begun = self._recorder.mark()
-        flat, factor, present = self._packer.pack(index)
-        self._under_way.append(_UnderWay(flat, factor, present, wire.all_reduce(flat, bucket), begun))
+        packed = self._packer.pack(index)
+        wait = wire.all_reduce(packed.flat, bucket)
+        gradients, flags = packed.flat[: bucket.numel], packed.flat[bucket.numel :]
+        self._under_way.append(UnderWay(gradients, packed.factor, packed.present, wait, begun, flags))
 
-    def _exchange_flags(self, wire: Wire, under_way: Sequence[_UnderWay]) -> tuple[Wait, list[Tensor]]:
-        """How many ranks had a gradient of each parameter, for each bucket; filled when the wait is over."""
+    def _exchange_flags(self, wire: Wire, under_way: Sequence[UnderWay]) -> Wait:
+        """Begin to count the ranks that had a gradient of each parameter, in a message of its own."""
         present = [float(here) for item in under_way for here in item.present]
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         counts = sent_to(device, present)
         wait = wire.all_reduce(counts, None)
-        return wait, list(counts.split([len(item.present) for item in under_way]))
-
-    def _anywhere(self, index: int, item: _UnderWay, flags: tuple[Wait, list[Tensor]] | None) -> list[bool]:
-        """Which parameters had a gradient on some rank. Reading waits for the device: only a rank that lacks one asks."""
-        bucket = self._buckets[index]
-        if flags is None:
-            counts = item.flat[bucket.numel :]
-        else:
-            flags[0]()
-            counts = flags[1][index]
-        return [count > 0.0 for count in counts.tolist()]
+        for item, flags in zip(under_way, counts.split([len(item.present) for item in under_way]), strict=True):
+            item.flags = flags
+        return wait
 
     def _scale(self, factor: float) -> None:
         grads = [param.grad for bucket in self._buckets for param in bucket.params if param.grad is not None]

@@ -6,10 +6,10 @@ multiplies the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -112,6 +112,42 @@ class Traffic:
 
 
 PLAIN = Traffic()
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A bucket whose reduction has started.
+
+    Args:
+        sum: What will hold the sum: all of the bucket or this rank's part of it.
+        factor: What its gradients were multiplied by.
+        present: Which of its parameters had a gradient here.
+        wait: Until it is summed.
+        begun: When it started, a moment of the recorder.
+        flags: What will hold the number of ranks that had a gradient of each parameter, f[params]; None if nobody asks.
+    """
+
+    sum: Tensor
+    factor: float
+    present: tuple[bool, ...]
+    wait: Wait
+    begun: Any
+    flags: Tensor | None = None
+
+    def arrive(self, index: int, factor: float, recorder: Recorder) -> None:
+        """Wait, record that of bucket `index`, and let the sum be one of gradients times `factor`."""
+        start = recorder.mark()
+        self.wait()
+        recorder.add("wait reduce", index, -1, start)
+        recorder.add("reduce", index, -1, self.begun)
+        if factor != self.factor:
+            self.sum.mul_(factor / self.factor)
+
+    def anywhere(self) -> Sequence[bool]:
+        """Which parameters have a gradient on some rank. Reading waits for the device: only a rank that lacks one asks."""
+        if all(self.present) or self.flags is None:
+            return self.present
+        return [count > 0.0 for count in self.flags.tolist()]
 
 
 def announced_factor(wire: Wire, factor: float | None) -> float | None:

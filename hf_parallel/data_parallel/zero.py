@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -33,11 +32,20 @@ from hf_parallel.data_parallel.flat import (
     flatten,
     refuse_overlaps,
 )
+from hf_parallel.data_parallel.flat_optimizer import group_of_parameters, per_element, take_over
 from hf_parallel.data_parallel.host import FusedOnHost, HostMemory
 from hf_parallel.data_parallel.late_gather import LateGather
-from hf_parallel.data_parallel.optimizer_parts import group_of_parameters, per_element, take_over
 from hf_parallel.data_parallel.overlap import Overlap
-from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire, announced_factor, require_announced
+from hf_parallel.data_parallel.wire import (
+    PLAIN,
+    PlainWire,
+    Traffic,
+    UnderWay,
+    Wait,
+    Wire,
+    announced_factor,
+    require_announced,
+)
 from hf_parallel.errors import UnsupportedError
 
 
@@ -116,10 +124,7 @@ class ZeroPartition:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._packer = Packer(buckets, self._pool, flagged=False)
-        self._under_way: list[
-            tuple[Tensor, float, tuple[bool, ...], Wait]
-        ] = []  # part, its factor, what had a gradient
-        self._begun: list[Any] = []  # when the buckets under way began
+        self._under_way: list[UnderWay] = []
         late = frozenset(
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
         )
@@ -165,28 +170,20 @@ class ZeroPartition:
         self._packer.factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
-        begun, self._begun = self._begun, []
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
-        counts = sent_to(device, [float(here) for _, _, flags, _ in under_way for here in flags])
+        counts = sent_to(device, [float(here) for item in under_way for here in item.present])
         counted = self.wire.all_reduce(counts, None)
         self.wire.flush()
         landed = []
-        for index, (shard, (mine, packed, _, wait)) in enumerate(zip(self.shards, under_way, strict=True)):
-            start = self._recorder.mark()
-            wait()
-            self._recorder.add("wait reduce", index, -1, start)
-            self._recorder.add("reduce", index, -1, begun[index])
-            if factor != packed:
-                mine.mul_(factor / packed)
+        for index, (shard, item) in enumerate(zip(self.shards, under_way, strict=True)):
+            item.arrive(index, factor, self._recorder)
             if self.copies is None:
-                landed.append(self._to_optimizer(shard, mine))
+                landed.append(self._to_optimizer(shard, item.sum))
         counted()
         if self.copies is not None:
-            self._over_copies(self.copies, [*(mine for mine, *_ in under_way), counts])
-            landed = [
-                self._to_optimizer(shard, mine) for shard, (mine, *_) in zip(self.shards, under_way, strict=True)
-            ]
-        self._note_absent(counts, all(all(flags) for _, _, flags, _ in under_way))
+            self._over_copies(self.copies, [*(item.sum for item in under_way), counts])
+            landed = [self._to_optimizer(shard, item.sum) for shard, item in zip(self.shards, under_way, strict=True)]
+        self._note_absent(counts, all(all(item.present) for item in under_way))
         if self.host is not None:
             self.host.wait()
         for shard, part in zip(self.shards, landed, strict=True):
@@ -206,11 +203,11 @@ class ZeroPartition:
         return target
 
     def _start(self, index: int) -> None:
-        self._begun.append(self._recorder.mark())
+        begun = self._recorder.mark()
         with torch.no_grad():
-            flat, factor, present = self._packer.pack(index)
-            mine, wait = self._summed(index, flat)
-        self._under_way.append((mine, factor, present, wait))
+            packed = self._packer.pack(index)
+            mine, wait = self._summed(index, packed.flat)
+        self._under_way.append(UnderWay(mine, packed.factor, packed.present, wait, begun))
 
     def _summed(self, index: int, flat: Tensor) -> tuple[Tensor, Wait]:
         """Begin to sum a bucket over the ranks that share it; this rank's part."""

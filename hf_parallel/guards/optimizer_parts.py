@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from hf_parallel.data_parallel.flat import PER_TENSOR, FlatShard
+from hf_parallel.data_parallel.flat import FlatShard, is_per_element
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.states import Shown, StateOfPart
@@ -247,8 +247,7 @@ class _State(MutableMapping[Any, Any]):
         self._real, self._place = real, place
 
     def _per_element(self, key: Any) -> bool:
-        value = self._real[key]
-        return isinstance(value, Tensor) and value.shape == self._place.shard.master.shape and key not in PER_TENSOR
+        return is_per_element(self._real[key], key, self._place.shard.master)
 
     def __getitem__(self, key: Any) -> Any:
         value = self._real[key]

@@ -43,9 +43,9 @@ def test_a_gradient_moves_when_it_arrives_and_the_others_with_its_factor() -> No
     assert [param.grad is None for param in params] == [False, True, False]
     assert moving.has_begun
     moving.factor = 0.25
-    flat, factor, present = moving.pack(0)
-    assert (factor, present, moving.has_begun) == (0.5, (True, True, True), False)
-    assert torch.equal(flat, torch.cat([*(gradient.flatten() * 0.5 for gradient in gradients), torch.ones(3)]))
+    packed = moving.pack(0)
+    assert (packed.factor, packed.present, moving.has_begun) == (0.5, (True, True, True), False)
+    assert torch.equal(packed.flat, torch.cat([*(gradient.flatten() * 0.5 for gradient in gradients), torch.ones(3)]))
     assert all(param.grad is None for param in params)
 
 
@@ -57,11 +57,11 @@ def test_what_no_gradient_fills_is_zero(arrives: bool, align: int) -> None:
     if arrives:
         moving.arrived(0, 2)
         moving.arrived(0, 0)  # has none
-    flat, _, present = moving.pack(0)
-    assert present == (False, True, True)
-    assert flat[-3:].tolist() == [0.0, 1.0, 1.0]
-    assert flat.isfinite().all()
-    assert flat[:-3].count_nonzero() == sum(gradient.numel() for gradient in gradients[1:])
+    packed = moving.pack(0)
+    assert packed.present == (False, True, True)
+    assert packed.flat[-3:].tolist() == [0.0, 1.0, 1.0]
+    assert packed.flat.isfinite().all()
+    assert packed.flat[:-3].count_nonzero() == sum(gradient.numel() for gradient in gradients[1:])
 
 
 def test_half_precision_gradients_arrive_in_the_dtype_of_the_sum() -> None:
@@ -71,5 +71,4 @@ def test_half_precision_gradients_arrive_in_the_dtype_of_the_sum() -> None:
     moving = Packer([bucket], BufferPool(keeps=False), flagged=False)
     moving.factor = 1 / 3
     moving.arrived(0, 0)
-    flat, *_ = moving.pack(0)
-    assert torch.equal(flat, torch.tensor([1.0, 2.0, 3.0]) * (1 / 3))
+    assert torch.equal(moving.pack(0).flat, torch.tensor([1.0, 2.0, 3.0]) * (1 / 3))

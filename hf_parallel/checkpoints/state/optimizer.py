@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.checkpoints.state.pieces import Piece, is_writer, pieces_of
-from hf_parallel.data_parallel.flat import PER_TENSOR, FlatShard
+from hf_parallel.data_parallel.flat import FlatShard, is_per_element
 from hf_parallel.data_parallel.fsdp import first_row_of, is_part, local_of
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import CheckpointError
@@ -146,7 +146,7 @@ def elements_of(view: OptimizerView) -> Iterator[Elements]:
         flat = {
             key: local_of(value).detach().contiguous().view(-1)
             for key, value in state.items()
-            if is_per_element(key, value, parameter)
+            if is_per_element(value, key, parameter)
         }
         yield Elements(name, start, flat, {key: value for key, value in state.items() if key not in flat})
 
@@ -155,7 +155,7 @@ def _of_flat(optimizer: torch.optim.Optimizer, shard: FlatShard) -> Iterator[Ele
     state = dict(optimizer.state.get(shard.master, {}))
     if shard.is_finer:
         state[MASTER_WEIGHT] = shard.master.detach()
-    flat = {key: value for key, value in state.items() if is_per_element(key, value, shard.master)}
+    flat = {key: value for key, value in state.items() if is_per_element(value, key, shard.master)}
     others = {key: value for key, value in state.items() if key not in flat}
     for position, name in enumerate(shard.bucket.names):
         piece = shard.inside(position)
@@ -168,11 +168,6 @@ def _of_flat(optimizer: torch.optim.Optimizer, shard: FlatShard) -> Iterator[Ele
 def start_in(shard: FlatShard, position: int, piece: slice) -> int:
     """Which element of a parameter its piece of a flat part begins with."""
     return int(shard.start + piece.start - shard.bucket.offsets[position])
-
-
-def is_per_element(key: str, value: object, like: Tensor) -> bool:
-    """Whether a value of the optimizer's state has one entry for each element of its parameter."""
-    return isinstance(value, Tensor) and value.shape == like.shape and key not in PER_TENSOR
 
 
 def state_pieces(view: OptimizerView, place: Place) -> tuple[list[Piece], dict[str, Any]]:

@@ -20,7 +20,7 @@ from hf_parallel.checkpoints.state.optimizer import (
     start_in,
 )
 from hf_parallel.checkpoints.state.pieces import Piece, pieces_of
-from hf_parallel.data_parallel.flat import PER_TENSOR, FlatShard
+from hf_parallel.data_parallel.flat import FlatShard, is_per_element
 from hf_parallel.data_parallel.fsdp import first_row_of, is_part, local_of, part_like
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import CheckpointError
@@ -141,9 +141,7 @@ def _put_plain(view: OptimizerView, states: dict[str, dict[str, Any]], settings:
         if MASTER_WEIGHT in state:
             local.copy_(state.pop(MASTER_WEIGHT))
         packed[order[name]] = {
-            key: part_like(parameter, value)
-            if isinstance(value, Tensor) and value.shape == local.shape and key not in PER_TENSOR
-            else value
+            key: part_like(parameter, value) if is_per_element(value, key, local) else value
             for key, value in state.items()
         }
     groups = [

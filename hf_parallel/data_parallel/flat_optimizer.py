@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_parallel.data_parallel.flat import FlatShard, pack_state
+from hf_parallel.data_parallel.flat import FlatShard, is_per_element, pack_state
 from hf_parallel.errors import UnsupportedError
 
 
@@ -51,4 +51,4 @@ def take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> list[str]:
 def per_element(optimizer: Optimizer, shard: FlatShard) -> list[Tensor]:
     """State tensors with one entry an element of the part."""
     state = optimizer.state.get(shard.master, {})
-    return [value for value in state.values() if isinstance(value, Tensor) and value.shape == shard.master.shape]
+    return [value for key, value in state.items() if is_per_element(value, key, shard.master)]
