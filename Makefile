@@ -166,7 +166,7 @@ bench-zero: setup  ## losses and bytes of every ZeRO stage and engine against tw
 	$(BIN)/python benchmarks/bench_zero.py
 
 load-memory: setup  ## measure the memory of loading and saving a model in parts, per rank
-	$(BIN)/python benchmarks/load_memory.py
+	$(BIN)/python benchmarks/load_memory.py $(ARGS)
 
 memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
 	$(BIN)/python benchmarks/memory_page.py

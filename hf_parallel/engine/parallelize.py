@@ -112,8 +112,8 @@ def parallelize(
         agree(plans, setup, start)
         if late.is_empty:
             warn_of_waste(setup, plans.ledger)
-        with told_if_slow(partial(_tell, setup, "compares the planned parts with the whole model")):
-            compared = late.stand_in is None and probes is not None and check_plans(setup, plans, probes)
+        with late.computable(), told_if_slow(partial(_tell, setup, "compares the planned parts with the whole model")):
+            compared = probes is not None and check_plans(setup, plans, probes, has_values=late.stand_in is None)
             check_rows(setup, plans.rows, probes)
     holdings, seconds = holdings_of(plans, setup), time.monotonic() - started
 

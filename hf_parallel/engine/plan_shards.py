@@ -77,17 +77,17 @@ def plan_shards(
 
     def make() -> TPPlan:
         nonlocal with_what
-        if stand_in is not None:
-            return stand_in.plan(tp_size, probes.batch, **asked)
         plan = _remembered(setup)
         if plan is not None:
             return plan
         kept = blocks()
         with_what = Shown(kept)
         if settings.tries_fewer and settings.plan == "auto":  # patterns may name single blocks
-            plan, narrow = _made_small(setup, probes, kept, asked)
+            plan, narrow = _made_small(setup, probes, kept, asked, has_values=stand_in is None)
             with_what = Shown(kept, narrow)
-        if plan is None:
+        if plan is None and stand_in is not None:
+            plan = stand_in.plan(tp_size, probes.batch, **asked)
+        elif plan is None:
             plan = plan_model(setup.model, tp_size, probes.batch, **asked)
         setup.verdicts.put("shards", {"plan": plan.to_json(), "fingerprint": plan.fingerprint()})
         return plan
@@ -98,7 +98,7 @@ def plan_shards(
 
 
 def _made_small(
-    setup: Setup, probes: Probes, kept: Kept | None, asked: Mapping[str, Any]
+    setup: Setup, probes: Probes, kept: Kept | None, asked: Mapping[str, Any], *, has_values: bool
 ) -> tuple[TPPlan | None, NarrowShards | None]:
     """The plan by a narrow model, or by few blocks, and the narrow model; None where it is for the whole model to say why not."""
     tp_size, sample = setup.mesh.shape.tp_size, probes.batch
@@ -119,8 +119,9 @@ def _made_small(
             plan = of_all(widened(small, shown.model, base))
             if plan is not None:
                 return plan, NarrowShards(shown, small)
-    with suppress(PlanError):
-        return (None if kept is None else of_all(plan_model(base, tp_size, sample, **asked))), None
+    if kept is not None and has_values:
+        with suppress(PlanError):
+            return of_all(plan_model(base, tp_size, sample, **asked)), None
     return None, None
 
 

@@ -40,16 +40,17 @@ SelfCheck: TypeAlias = Literal["auto", "on", "full", "off"]
 SELF_CHECK_MEMORY_SHARE = 0.25
 
 
-def check_plans(setup: Setup, plans: Plans, probes: Probes) -> bool:
+def check_plans(setup: Setup, plans: Plans, probes: Probes, *, has_values: bool = True) -> bool:
     """Compare loss and gradients of the cut and of the sharded model with the whole one, on rank 0; all hear the verdict.
 
     Args:
         setup: The whole model, unchanged; its config has the `self_check` settings.
         plans: How it will be cut and sharded.
         probes: The batches to compare on.
+        has_values: Whether the model has its weights; else a narrow one with random weights is compared, or nothing.
 
     Returns:
-        Whether anything was compared, on every rank.
+        Whether all was compared, on every rank.
 
     Raises:
         PlanError: They differ; nothing was changed.
@@ -64,12 +65,16 @@ def check_plans(setup: Setup, plans: Plans, probes: Probes) -> bool:
             if cut is not None:
                 facts = f"{cut.stages.fingerprint()} {cut.bounds} {cut.schedule.stages_of_ranks}"
                 self_check = config.pipeline.self_check
-                check_it = partial(_check_cut, model, cut, self_check, probes)
+                check_it = partial(_check_cut, model, cut, self_check, probes, has_values)
                 compared.append(setup.verdicts.once("cut", facts, check_it))
             if shards is not None:
                 self_check, defers = config.tensor_parallel.self_check, plans.head.is_deferred
-                check_it = partial(_check_plan, model, shards, plans.shown, self_check, probes.batch, defers)
+                check_it = partial(
+                    _check_plan, model, shards, plans.shown, self_check, probes.batch, defers, has_values
+                )
                 compared.append(setup.verdicts.once(CHECKED, shards.fingerprint(), check_it))
+        if compared and not all(compared) and not has_values:
+            logger.info("hf_parallel: self_check=auto: skipped, the weights are read after the cut.")
         return bool(compared) and all(compared)
 
     return on_rank_zero(check, "compares the planned parts with the whole model", waiting=setup.watchdog.waiting)
@@ -83,17 +88,21 @@ class _Cut(NamedTuple):
     bounds: list[int]
 
 
-def _check_cut(model: nn.Module, cut: Cut, self_check: SelfCheck, probes: Probes) -> bool:
+def _check_cut(model: nn.Module, cut: Cut, self_check: SelfCheck, probes: Probes, has_values: bool = True) -> bool:
     """Returns whether it was compared."""
     forms: list[tuple[_Cut, Sequence[Mapping[str, Any]]]]
     forms = [(_Cut(model, cut.stages, cut.bounds), probes.check)]
+    narrow = None
     if self_check in ("auto", "on"):
         with suppress(PlanError):
             if (fewer := _fewer_to_cut(model, cut, probes.batch)) is not None:
                 forms.insert(0, (fewer, probes.check))
         with suppress(PlanError):
-            if (narrow := _narrow_to_cut(forms[0][0], probes.check)) is not None:
-                forms.insert(0, narrow)
+            narrow = _narrow_to_cut(forms[0][0], probes.check)
+    if not has_values:
+        forms.clear()
+    if narrow is not None:
+        forms.insert(0, narrow)
     placement = cut.schedule.stages_of_ranks
     return _on_smallest(forms, lambda form: _check_stages(form[0], self_check, placement, form[1]))
 
@@ -105,11 +114,12 @@ def _check_plan(
     self_check: SelfCheck,
     sample: Mapping[str, Any],
     defers: bool = False,
+    has_values: bool = True,
 ) -> bool:
     """Returns whether it was compared."""
-    forms: list[tuple[nn.Module, TPPlan, Mapping[str, Any]]] = [(model, plan, sample)]
+    forms: list[tuple[nn.Module, TPPlan, Mapping[str, Any]]] = [(model, plan, sample)] if has_values else []
     if self_check in ("auto", "on"):
-        fewer = None if shown.kept is None else _fewer_to_shard(model, plan, shown.kept)
+        fewer = None if shown.kept is None or not has_values else _fewer_to_shard(model, plan, shown.kept)
         if fewer is not None:
             forms.insert(0, (*fewer, sample))
         if (narrow := shown.narrow) is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.checkpoints.weights.unread import Unread, unread_of
+from hf_parallel.compat.torch_tools import move_everything, move_values_only
 from hf_parallel.engine.held import held_tensors, holding_of, whole_bytes
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
@@ -27,9 +28,7 @@ from hf_parallel.tensor_parallel.plan.plan_for import (
     narrow_blueprint,
     plan_for,
     reduced_model,
-    skeleton,
 )
-from hf_parallel.tensor_parallel.plan.widened import widened
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
@@ -57,9 +56,18 @@ class LateWeights:
         """Whether the model came with its values."""
         return self.unread is None
 
-    def computable(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def computable(self) -> Iterator[None]:
         """Inside, buffers and what is computed from them have values, whatever the parameters have."""
-        return nullcontext() if self.stand_in is None else off_meta(self.setup.model, self.setup.device)
+        if self.stand_in is None:
+            yield
+            return
+        with off_meta(self.setup.model, self.setup.device):
+            move_everything(self.setup.model)  # it looks as its library made it
+            try:
+                yield
+            finally:
+                move_values_only(self.setup.model)
 
     def read(self, ledger: Ledger) -> None:
         """Read what this rank holds; collective.
@@ -130,19 +138,12 @@ def _blueprint(setup: Setup) -> Blueprint | None:
             reason = str(error)
     if setup.reports and reason is not None:
         logger.warning("hf_parallel: every rank reads the whole model before it is cut: %s", reason)
-    elif setup.reports and any(size > 1 and self_check == "auto" for _, size, self_check in checks):
-        logger.info("hf_parallel: self_check=auto: skipped, the weights are read after the cut.")
     return blueprint
 
 
 def _stand_in(blueprint: Blueprint) -> StandIn:
     def plan(tp_size: int, sample: Mapping[str, Any], **settings: Any) -> TPPlan:
         here = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}
-        narrow = narrow_blueprint(blueprint, here, tp_size)
-        if narrow is not None:
-            with suppress(PlanError):  # then it is for the real widths to say why
-                made = plan_for(narrow, tp_size, sample=_batch_for(narrow, here), **settings)
-                return widened(made, skeleton(narrow), skeleton(blueprint))
         return plan_for(blueprint, tp_size, sample=here, **settings)
 
     def model(sample: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:

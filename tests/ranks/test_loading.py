@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from rank_runner import run_ranks
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_parallel import CheckpointError, HFParallelCallback, HFParallelPlugin, from_pretrained, sharded_loading
 from hf_parallel.checkpoints.weights.gather import gather_tensors
@@ -238,3 +238,48 @@ def test_a_rank_never_has_much_more_than_its_share_in_memory() -> None:
     rows = load_memory.run(36, list(load_memory.LAYOUTS), whole=False)
     assert len(rows) == 8
     assert [row for row in rows if row["above"]] == []
+
+
+def checking_rank(rank: int, world_size: int, folder: str, layouts: dict[str, Any]) -> dict[str, list[int]]:
+    """Elements of the models that are compared at the start, by layout; the real one has more."""
+    from accelerate.state import AcceleratorState
+
+    from hf_parallel.engine import self_check
+    from hf_parallel.model import narrow
+
+    narrow.SMALL = 0  # type: ignore[misc]
+    checked: list[int] = []
+
+    def counted(name: str) -> None:
+        real = getattr(self_check, name)
+
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            checked.append(sum(p.numel() for p in model.parameters()))
+            return real(model, *args, **kwargs)
+
+        setattr(self_check, name, call)
+
+    counted("check_split")
+    counted("verify_model")
+    found = {}
+    for name, layout in layouts.items():
+        AcceleratorState._reset_state()
+        checked.clear()
+        trainer, _ = train(f"{folder}/wide", Path(folder, name), layout, unread=True)
+        trainer.accelerator.hf_parallel.watchdog.stop()
+        found[name] = list(checked)
+    return found
+
+
+def test_a_model_whose_weights_are_read_after_the_cut_is_compared_as_a_narrow_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    wide = tiny.SMALL | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4}
+    LlamaForCausalLM(LlamaConfig(**wide)).save_pretrained(tmp_path / "wide")
+    layouts: dict[str, Any] = {"pp2": {"pp_size": 2}, "tp2": {"tp_size": 2}}
+    layouts["off"] = {"pp_size": 2, "pipeline": {"self_check": "off"}}
+    here, there = run_ranks(checking_rank, 2, str(tmp_path), layouts, tmp_path=tmp_path, env=ENV, timeout=170)
+    assert here["off"] == []
+    assert there == {name: [] for name in layouts}
+    for name in ("pp2", "tp2"):
+        (compared,) = here[name]
+        assert compared < 4 * 4 * 128 * 128, name  # a quarter of the blocks' elements and less

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import nn
 from tp_models import CASES, LLAMA
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
 
-from hf_parallel.engine import self_check, weights
+from hf_parallel.engine import plan_shards, self_check, weights
 from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.model import narrow as narrow_module
+from hf_parallel.model.meta import off_meta
 from hf_parallel.model.narrow import narrow_config, narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.samples import tiny_samples
@@ -79,23 +81,20 @@ def test_the_plan_of_a_narrow_model_is_that_of_the_wide_one(kind: str, attention
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "smollm2", "gpt2", "phi3"])
-def test_a_model_without_values_is_planned_by_a_narrow_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[int] = []
-    real = weights.plan_for
-
-    def counted(source: Any, *args: Any, **kwargs: Any) -> Any:
-        planned.append(sum(p.numel() for p in skeleton(source).parameters()))
-        return real(source, *args, **kwargs)
-
-    monkeypatch.setattr(weights, "plan_for", counted)
+def test_a_model_without_values_is_planned_by_a_narrow_one(kind: str) -> None:
     blueprint = Blueprint(KINDS[kind], AutoModelForCausalLM.from_config)
-    stand_in = weights._stand_in(blueprint)
-    made, expected = stand_in.plan(2, sample()), plan_for(KINDS[kind], 2, sample=sample())
-    assert len(planned) == 1
-    assert planned[0] < sum(p.numel() for p in skeleton(blueprint).parameters()) / 2
+    unread: Any = SimpleNamespace(model=skeleton(blueprint), mesh=SimpleNamespace(shape=SimpleNamespace(tp_size=2)))
+    with off_meta(unread.model, torch.device("cpu")):
+        probes = Probes(unread.model, torch.device("cpu"), sample())
+        made, narrow = plan_shards._made_small(unread, probes, None, {}, has_values=False)
+    assert made is not None
+    assert narrow is not None
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (narrow.shown.model, unread.model)]
+    assert sizes[0] < sizes[1] / 2
+    expected = plan_for(KINDS[kind], 2, sample=sample())
     expected.flops.update(made.flops)
     assert made.to_json() == expected.to_json()
-    small, batch = stand_in.model(sample())
+    small, batch = weights._stand_in(blueprint).model(sample())
     assert judge_loss(small, batch) == judge_loss(wide(kind), sample())
 
 
