@@ -101,8 +101,8 @@ def show_held_out(tables: Mapping[str, Sequence[Row]], judged: Constants) -> Rep
         report[group] = figures([row for name in names for row in tables[name]], c)
         show(group, report[group])
         for name in names if len(names) > 1 else ():
-            report[name] = figures(tables[name], c)
-            show(f"    {name}", report[name])
+            report[f"{group}: {name}"] = figures(tables[name], c)
+            show(f"    {name}", report[f"{group}: {name}"])
     print(f"mean of groups: {sum(report[group]['error'] for group in GROUPS) / len(GROUPS):.1%}")
     return report
 

@@ -1,8 +1,8 @@
 """How the planner's constants are fitted on published step times, for `bench_planner`.
 
 Gauss-Newton on the logarithms of predicted over measured, with Huber's weights, each table weighing by the root of its
-rows, and a pull to where every fit begins: guesses of the field, so that no held-out table has a say. Bounds are those of
-physics: what benchmarks of links, memory and single kernels reach.
+rows, and a pull to where every fit begins: what other published runs say, so that no held-out table has a say. Bounds are those
+of physics: what benchmarks of links, memory and single kernels reach.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from benchmarks.planner_rows import Row, errors
 from hf_parallel.planner.constants import Constants
 
 
-# Where every fit begins, and what it cannot leave.
+# Where every fit begins and is pulled to, and what it cannot leave. The beginnings, as the constants that are judged, are what
+# published runs say that this repository does not carry: arXiv:2311.05610 (its sweeps of layouts), arXiv:2401.10241,
+# arXiv:2411.05288, the chronicles of BLOOM, NVIDIA's figures of NeMo, Megatron-Bridge and its DGX Cloud recipes, InternEvo,
+# Megatron-LLaMA, fms-fsdp and torchtitan of 2024; some 700 runs on A100 and H100.
 BEGIN: Final[Mapping[str, tuple[float, float, float]]] = {
     "e_mm": (0.85, 0.8, 1.0),
-    "e_bw": (0.85, 0.7, 0.95),
+    "e_bw": (0.75, 0.7, 0.95),
     "e_att": (0.65, 0.5, 1.0),
     "thin": (8.0, 0.5, 200.0),
-    "few": (40.0, 1.0, 1000.0),
-    "c_intra": (0.75, 0.65, 0.85),
+    "few": (30.0, 1.0, 1000.0),
+    "c_intra": (0.66, 0.6, 0.85),
     "c_inter": (0.75, 0.65, 0.95),
-    "congestion": (0.03, 0.01, 0.1),
-    "gamma": (0.2, 0.1, 0.5),
+    "congestion": (0.033, 0.01, 0.1),
+    "gamma": (0.12, 0.08, 0.2),
     "t_kernel": (3e-5, 5e-6, 6e-5),
-    "t_floor": (5e-6, 1e-7, 2e-5),
+    "t_floor": (4e-6, 1e-7, 2e-5),
     "t_call": (1e-4, 1e-5, 3e-4),
-    "t_message": (2e-5, 5e-6, 1e-4),
-    "t_micro": (1e-3, 1e-5, 3e-3),
-    "t_step": (1e-2, 3e-3, 5e-2),
+    "t_message": (1.9e-5, 5e-6, 1e-4),
+    "t_micro": (5e-4, 1e-5, 3e-3),
+    "t_step": (1.1e-2, 3e-3, 5e-2),
     "a_inter": (1e-5, 1e-6, 3e-5),
-    "p2p": (0.7, 0.5, 2.0),
+    "p2p": (0.75, 0.5, 2.0),
 }
 # DeepSpeed of early 2021, whose gathers are four times slower than any later engine's: shown, never fitted or counted.
 NOT_FITTED: Final = ("sc21_t2_zero3",)
@@ -54,7 +57,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 MOST_ROWS: Final = 48  # of a table in a fit
 ROUNDS: Final = 5
-PULL: Final = 0.02
+PULL: Final = 0.15
 HUBER: Final = 0.1
 STEP: Final = 0.03  # of a constant's logarithm, for derivatives
 

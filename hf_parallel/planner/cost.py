@@ -42,7 +42,7 @@ class Kernels:
 
 
 KERNELS: Final[Mapping[str, Kernels]] = {
-    "fused": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (22, 36), 15, 1.95),
+    "fused": Kernels((26, 19), (5.7, 4), 1, (2.05, 2.0), (22, 36), 15, 2.08),
     "compiled": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (16, 24), 15, 1.8),
     "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26, 1.5),
 }
@@ -87,7 +87,8 @@ class Place:
     def rate(self) -> float:
         """FLOP/s of large products in bf16 or fp32."""
         card = self.cluster.card
-        return (card.fp32 if self.spec.dtype == "fp32" else card.peak) * card.achievable * self.c.e_mm
+        part = card.tuned if self.spec.kernels == "fused" and card.tuned is not None else card.achievable
+        return (card.fp32 if self.spec.dtype == "fp32" else card.peak) * part * self.c.e_mm
 
     @property
     def moved(self) -> float:

@@ -38,6 +38,7 @@ class Gpu:
         pcie: To the host, and to other GPUs without NVLink.
         network: Of a whole node.
         source: Where the numbers are from.
+        tuned: Part of the peak that large products reach in the stacks of `kernels: fused`; None: as in others.
     """
 
     peak: float
@@ -51,6 +52,7 @@ class Gpu:
     pcie: float
     network: float
     source: str
+    tuned: float | None = None
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from hf_parallel.planner.profile import ModelProfile, profile_of
 from hf_parallel.settings.values import spelled
 
 
-BAND: Final = (0.85, 1.3)  # of the prediction, where published runs were fitted; judged from their errors
+BAND: Final = (0.8, 1.3)  # of the prediction, where published runs were fitted; judged from their errors
 WIDE: Final = (0.7, 1.6)  # elsewhere: PCIe, consumer cards, offload, experts, compression, adapters, Ulysses
 MOST: Final = 3.0  # high_s over low_s
 # What the reduction of gradients may take more for each doubling of nodes. Source: all-reduces of 2 to 64 nodes in the
