@@ -46,7 +46,7 @@ BLOCK: Final[dict[str, Any]] = {
 BLOCK_LENGTH: Final = 256
 BLOCK_ROWS: Final = (1, 2, 4, 8)  # what a small pass keeps in caches a large one does not
 HALF_ROWS: Final = BLOCK_ROWS[1]  # of a pass while half of the ranks wait, as stages do: few
-ROUNDS: Final = 4  # of computation and a message
+ROUNDS: Final = 16  # of computation and a message
 BLOCKS: Final = (1, 4)  # of the models whose difference is timed: the more blocks, the less noise in one
 
 
@@ -400,9 +400,12 @@ def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
             way.wait()
 
     def between(tensor: Any = None) -> None:
-        """Sum a tensor after each of some computations, as ranks of tp do: none waits as it begins, all have done as much."""
+        """Sum a tensor after each of some computations as long as parts of a block, as ranks of tp do.
+
+        Ranks that compute alike are not done at one time: each sum waits for the one that others on the machine have disturbed.
+        """
         for _ in range(ROUNDS):
-            square @ square
+            compute()
             if tensor is not None:
                 dist.all_reduce(tensor)
 

@@ -217,6 +217,11 @@ class LayoutSpec:
         return self.dp * self.micro_batch * self.num_microbatches
 
     @property
+    def num_ranks(self) -> int:
+        """GPUs that it needs."""
+        return self.dp * self.tp * self.pp * self.sp
+
+    @property
     def num_stages(self) -> int:
         return self.pp * self.stages_per_rank
 
@@ -308,7 +313,7 @@ def _triple(value: Any) -> tuple[float, float, float]:
 
 def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
     found = []
-    ranks = spec.dp * spec.tp * spec.pp * spec.sp
+    ranks = spec.num_ranks
     if cluster is not None and ranks != cluster.num_gpus:
         found.append(
             f"dp={spec.dp} * tp={spec.tp} * pp={spec.pp} * sp={spec.sp} = {ranks} ranks, and the cluster has "

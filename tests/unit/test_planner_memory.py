@@ -148,3 +148,21 @@ def test_the_arithmetic_imports_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_other_systems_hold_memory_where_there_is_room_and_are_not_refused_for_it() -> None:
+    def overhead(gigabytes: float, **more: Any) -> tuple[float, float]:
+        layout = {"dp": 8, "kernels": "fused", "attention": "flash", "zero": 1, **more}
+        cluster = Cluster(1, 8, "a100_80", gpu_memory_gb=gigabytes)
+        found = predict(LlamaConfig(**GATED), cluster, layout, seq_len=LENGTH)
+        return found.memory_bytes["overhead"], found.total_bytes
+
+    held, total = overhead(80)
+    assert held == pytest.approx(0.105 * 80e9, rel=0.3)
+    assert total <= 80e9
+    used = total - held
+    close, full = overhead((used + 2e9) / 1e9)
+    assert close < 2e9 <= held
+    assert full <= used + 2e9
+    assert overhead(80, kernels="eager")[0] < 2e9  # this package's own
+    assert overhead(80, engine="fsdp2", zero=3)[0] < 2e9
