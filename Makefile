@@ -108,6 +108,9 @@ zoo-ep: setup  ## spread the experts of every AutoModelForCausalLM type over ran
 bench-pipeline: setup  ## time the pipeline runtime
 	$(BIN)/python benchmarks/bench_pipeline.py
 
+bench-trainer: setup  ## time a step of a stock Trainer on two stages against one process and what the cut allows
+	$(BIN)/python benchmarks/bench_trainer.py $(ARGS)
+
 bench-host: setup  ## what a deep model costs the host of one pipeline stage
 	$(BIN)/python benchmarks/bench_host.py
 

@@ -93,12 +93,22 @@ class Clock:
             number: Of the round.
             step: Returns the loss, or None on a rank that does not know it.
         """
+        opened = self.begin()
+        return self.end(opened, variant, microbatches, number, step())
+
+    def begin(self) -> tuple[float, float, float]:
+        """A step begins, once the machine is quiet; both ranks call it."""
         self.spans.clear()
         if self.rank == 0:
             self.patience -= wait_for_quiet(self.patience, self.foreign)
         dist.barrier()
-        busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
-        loss = step()
+        return busy_seconds(), time.process_time(), time.perf_counter()
+
+    def end(
+        self, opened: tuple[float, float, float], variant: str, microbatches: int, number: int, loss: float | None
+    ) -> Sample:
+        """The step of `begin` is over; both ranks call it."""
+        busy, own, start = opened
         dist.barrier()
         seconds, mine = time.perf_counter() - start, time.process_time() - own
         total = busy_seconds() - busy

@@ -61,6 +61,16 @@ def test_the_benchmark_of_the_hosts_time_runs(tmp_path: Path) -> None:
 
 
 @SHOWS_THAT_IT_RUNS
+def test_the_benchmark_of_a_trainer_runs(tmp_path: Path) -> None:
+    report = run_alone("bench_trainer.py", tmp_path / "report.json")
+    (row,) = report["summary"]
+    assert min(row["seconds"].values()) > 0
+    ours, alone = ([s for s in report["samples"] if s["variant"] == name] for name in ("trainer", "one process"))
+    assert len(ours) == len(alone) == 2
+    assert all(len(spans) for sample in ours for spans in sample["spans"])
+
+
+@SHOWS_THAT_IT_RUNS
 def test_the_benchmark_of_starts_runs(tmp_path: Path) -> None:
     rows = run_alone("bench_attach.py", tmp_path / "report.json")["rows"]
     assert [row["layout"] for row in rows] == ["pp2", "tp2"]
