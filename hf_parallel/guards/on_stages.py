@@ -33,6 +33,7 @@ from hf_parallel.compat.torch_tools import TorchDispatchMode, WeakStorage, pytre
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.parts import PartTensor
 from hf_parallel.guards.shown import SharedGradient
+from hf_parallel.model.random_streams import default_generator
 
 
 OVERWRITES = ("copy_", "zero_", "fill_")
@@ -82,9 +83,7 @@ class Draws:
 
     def next(self, generator: torch.Generator | None, device: torch.device) -> int:
         """The number of the seeding that the next draw follows."""
-        if generator is None:
-            on_gpu = device.type == "cuda"
-            generator = torch.cuda.default_generators[device.index or 0] if on_gpu else torch.default_generator
+        generator = default_generator(device) if generator is None else generator
         fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
         key = str(generator.device), generator.initial_seed()  # the object is another one in every call
         if key not in self._now or torch.equal(_state(fresh), _state(generator)):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.on_stages import OnStages, block_of
+from hf_parallel.guards.on_stages import Draws, OnStages, block_of
 from hf_parallel.guards.parts import PartTensor
 
 
@@ -218,3 +218,13 @@ def test_a_new_parameter_of_one_that_is_elsewhere_is_named() -> None:
         UnsupportedError, match=r"makes a new parameter of one that another stage has .* with pp_size=2"
     ):
         OnStages({}, 2).watch(lambda: nn.Module().register_parameter("weight_orig", elsewhere))()  # type: ignore[arg-type]
+
+
+def test_a_draw_on_a_device_without_an_index_is_one_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator().manual_seed(seed) for seed in (1, 2)])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    draws = Draws()
+    assert draws.next(None, torch.device("cuda")) == 1
+    torch.rand(2, generator=torch.cuda.default_generators[1])
+    assert draws.next(torch.cuda.default_generators[1], torch.device("cuda", 1)) == 1
+    assert draws.next(None, torch.device("cuda", 0)) == 2
