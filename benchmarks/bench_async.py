@@ -369,7 +369,7 @@ def draw() -> None:
 
 def main() -> None:
     """Measure, print, and write the page."""
-    parser = parser_of(__doc__, "build/reports/bench_async.json")
+    parser = parser_of(__doc__, "build/reports/bench-async.json")
     parser.add_argument("--part", choices=("idle", "loss", "picture"), default=None, help="only one of them")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=(0, 1), help="those of earlier runs stay in the report"

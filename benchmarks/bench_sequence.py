@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
     parser.add_argument("--models", nargs="*", default=["llama", "gpt2"], choices=["llama", "gpt2"])
     parser.add_argument("--tp", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--output", type=Path, help="file to write the numbers to, as JSON")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "reports" / "bench-sequence.json")
     for name, default in (("hidden", 512), ("layers", 4), ("length", 512), ("rows", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
@@ -103,8 +103,8 @@ def main() -> int:
             rows.append({"model": name, "tp": tp_size, "bytes": kept})
             table.add_row(name, str(tp_size), *(f"{size / 1e6:.1f}" for size in kept), " -> ".join(sent) + " kB")
     Console().print(table)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

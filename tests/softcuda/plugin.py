@@ -31,7 +31,7 @@ rank_runner.PRELOAD.insert(0, "softcuda.devices")  # before torch
 
 
 class Report:
-    """What each test did, in build/reports/softcuda.json."""
+    """What each test did, in build/reports/test-softcuda.json."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
@@ -46,7 +46,7 @@ class Report:
     def pytest_sessionfinish(self) -> None:
         import torch
 
-        path = BUILD.parents[0] / "reports" / "softcuda.json"
+        path = BUILD.parents[0] / "reports" / "test-softcuda.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         summary = {
             "torch": torch.__version__,

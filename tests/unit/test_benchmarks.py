@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -268,3 +269,12 @@ def test_a_section_of_the_page_of_results_is_replaced_and_no_other(tmp_path: Pat
     assert after.partition("<!-- wire")[0] == before.partition("<!-- wire")[0]
     with pytest.raises(ValueError, match="does not have one section"):
         write_section(page, "unknown", "text")
+
+
+def test_every_benchmark_writes_a_report_of_its_targets_name() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^(bench-[a-z-]+):.*\n.*(benchmarks/\w+\.py)", makefile, re.MULTILINE)
+    assert len(targets) > 15
+    for target, script in targets:
+        text = (ROOT / script).read_text()
+        assert f"{target}.json" in text or f'"{target}"' in text, target
