@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_parallel.engine.session import Session
 from hf_parallel.engine.verdicts import FOLDER_VARIABLE
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.planner.calibrate import run_ranks, step_file
+from hf_parallel.planner.processes import run_ranks, step_file
 from hf_parallel.settings.config import HFParallelConfig
 
 

@@ -28,9 +28,10 @@ from hf_parallel.engine.session import Session
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Work
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.planner.calibrate import Calibration, calibrate, run_ranks, step_file
+from hf_parallel.planner.calibrate import Calibration, calibrate
 from hf_parallel.planner.measured import MeasuredCluster
 from hf_parallel.planner.predict import predict
+from hf_parallel.planner.processes import run_ranks, step_file
 from hf_parallel.settings.config import HFParallelConfig
 
 

@@ -17,20 +17,13 @@ from typer.testing import CliRunner
 from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.layers import with_layers
-from hf_parallel.planner.calibrate import (
-    BLOCK_LENGTH,
-    BLOCK_ROWS,
-    Calibration,
-    config_of_text,
-    run_ranks,
-    step_file,
-    wait_for,
-)
+from hf_parallel.planner.calibrate import BLOCK_LENGTH, BLOCK_ROWS, Calibration, config_of_text
 from hf_parallel.planner.cost import Place, block_pass
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.measured import MeasuredCluster
 from hf_parallel.planner.predict import predict
+from hf_parallel.planner.processes import run_ranks, step_file, wait_for
 from hf_parallel.planner.profile import profile_of
 from hf_parallel.planner.search import plan
 
