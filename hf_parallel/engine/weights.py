@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.checkpoints.weights.unread import Unread, unread_of
-from hf_parallel.compat.torch_tools import move_everything, move_values_only
 from hf_parallel.engine.held import held_tensors, holding_of, whole_bytes
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
@@ -59,15 +58,11 @@ class LateWeights:
     @contextmanager
     def computable(self) -> Iterator[None]:
         """Inside, buffers and what is computed from them have values, whatever the parameters have."""
-        if self.stand_in is None:
+        if self.stand_in is None or self.unread is None:
             yield
             return
-        with off_meta(self.setup.model, self.setup.device):
-            move_everything(self.setup.model)  # it looks as its library made it
-            try:
-                yield
-            finally:
-                move_values_only(self.setup.model)
+        with off_meta(self.setup.model, self.setup.device), self.unread.aside(self.setup.model):
+            yield
 
     def read(self, ledger: Ledger) -> None:
         """Read what this rank holds; collective.

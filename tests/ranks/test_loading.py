@@ -276,9 +276,11 @@ def test_a_model_whose_weights_are_read_after_the_cut_is_compared_as_a_narrow_on
     wide = tiny.SMALL | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4}
     LlamaForCausalLM(LlamaConfig(**wide)).save_pretrained(tmp_path / "wide")
     layouts: dict[str, Any] = {"pp2": {"pp_size": 2}, "tp2": {"tp_size": 2}}
+    layouts |= {f"{name} again": layout for name, layout in layouts.items()}
     layouts["off"] = {"pp_size": 2, "pipeline": {"self_check": "off"}}
-    here, there = run_ranks(checking_rank, 2, str(tmp_path), layouts, tmp_path=tmp_path, env=ENV, timeout=170)
-    assert here["off"] == []
+    env = ENV | {"HF_PARALLEL_CACHE": str(tmp_path / "cache")}
+    here, there = run_ranks(checking_rank, 2, str(tmp_path), layouts, tmp_path=tmp_path, env=env, timeout=170)
+    assert here["off"] == here["pp2 again"] == here["tp2 again"] == []
     assert there == {name: [] for name in layouts}
     for name in ("pp2", "tp2"):
         (compared,) = here[name]

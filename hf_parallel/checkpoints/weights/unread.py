@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,17 @@ class Unread:
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
+
+    @contextmanager
+    def aside(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model looks as its library made it: plans and checks of a model that something was put on are not remembered."""
+        vars(model).pop(RECORD, None)
+        move_everything(model)
+        try:
+            yield
+        finally:
+            vars(model)[RECORD] = self
+            move_values_only(model)
 
     def check(self, config: HFParallelConfig) -> None:
         """Refuse to train with other settings than were loaded for.
