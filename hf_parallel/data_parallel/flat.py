@@ -98,6 +98,7 @@ class FlatShard:
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
         absent: Elements of the part that had no gradient on any rank.
         saved: During a step, what they were: tensor, elements, values.
+        had_state: During a step, whether the optimizer had state of the elements before it.
         noted: Version of `master` when it was last changed by a step or by us.
     """
 
@@ -113,6 +114,7 @@ class FlatShard:
     counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     absent: list[slice] = field(default_factory=list)
     saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
+    had_state: bool = True
     noted: int = 0
 
     @property

@@ -319,6 +319,7 @@ class ZeroPartition:
             self._kernel.before(optimizer.param_groups)
         for shard in self.shards:
             kept = [shard.master.data, *per_element(optimizer, shard)]
+            shard.had_state = len(kept) > 1
             shard.saved = [(tensor, piece, tensor[piece].clone()) for piece in shard.absent for tensor in kept]
 
     @torch.no_grad()
@@ -326,10 +327,18 @@ class ZeroPartition:
         for shard in self.shards:
             for tensor, piece, before in shard.saved:
                 tensor[piece] = before
+            if shard.absent and not shard.had_state:
+                self._drop_first_state(optimizer, shard)
             shard.saved = []
         if self._kernel is not None:
             self._kernel.after()
         self.gather()
+
+    def _drop_first_state(self, optimizer: Optimizer, shard: FlatShard) -> None:
+        """State that a first step made of elements that have no gradient yet is that of elements not stepped on: zero."""
+        for tensor in per_element(optimizer, shard):
+            for piece in shard.absent:
+                tensor[piece] = 0
 
     @torch.no_grad()
     def gather(self) -> None:

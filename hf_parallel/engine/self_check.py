@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -38,6 +38,11 @@ SelfCheck: TypeAlias = Literal["auto", "on", "full", "off"]
 
 # Of free memory; a self-check that needs more is skipped with `self_check: auto`, loudly.
 SELF_CHECK_MEMORY_SHARE = 0.25
+NO_NARROW = "the weights are read after the cut, and no narrow model is known to run as this one does."
+OF_NARROW = (
+    "This is of a narrow model of the same structure with random weights, since the weights are read after the cut. Set "
+    "self_check of pipeline or tensor_parallel to full to read them first and compare the model itself, or to off to compare nothing."
+)
 
 
 def check_plans(setup: Setup, plans: Plans, probes: Probes, *, has_values: bool = True) -> bool:
@@ -74,10 +79,20 @@ def check_plans(setup: Setup, plans: Plans, probes: Probes, *, has_values: bool 
                 )
                 compared.append(setup.verdicts.once(CHECKED, shards.fingerprint(), check_it))
         if compared and not all(compared) and not has_values:
-            logger.info("hf_parallel: self_check=auto: skipped, the weights are read after the cut.")
+            logger.info(
+                "hf_parallel: self_check=auto: skipped: %s Set it to full to compare the model itself.", NO_NARROW
+            )
         return bool(compared) and all(compared)
 
-    return on_rank_zero(check, "compares the planned parts with the whole model", waiting=setup.watchdog.waiting)
+    def checked() -> bool:
+        try:
+            return check()
+        except PlanError as error:
+            if has_values:
+                raise
+            raise PlanError(f"{error} {OF_NARROW}") from error
+
+    return on_rank_zero(checked, "compares the planned parts with the whole model", waiting=setup.watchdog.waiting)
 
 
 class _Cut(NamedTuple):
@@ -97,7 +112,7 @@ def _check_cut(model: nn.Module, cut: Cut, self_check: SelfCheck, probes: Probes
         with suppress(PlanError):
             if (fewer := _fewer_to_cut(model, cut, probes.batch)) is not None:
                 forms.insert(0, (fewer, probes.check))
-        with suppress(PlanError):
+        with suppress(PlanError) if has_values else nullcontext():  # else nothing larger has the last word
             narrow = _narrow_to_cut(forms[0][0], probes.check)
     if not has_values:
         forms.clear()
@@ -149,7 +164,7 @@ def _narrow_to_cut(cut: _Cut, samples: Sequence[Mapping[str, Any]]) -> tuple[_Cu
     """The same cut of a narrow model, and its batches; None where there is none that runs alike.
 
     Raises:
-        PlanError: It cannot be cut.
+        PlanError: It cannot be cut, or its cut passes on or holds something else.
     """
     plan = cut.plan
     if plan.discovered_on != "meta":
@@ -160,11 +175,18 @@ def _narrow_to_cut(cut: _Cut, samples: Sequence[Mapping[str, Any]]) -> tuple[_Cu
     small = PipelinePlan(narrow.model, narrow.record, samples[0], plan.discovered_on)
     made = _Cut(narrow.model, small, cut.bounds)
     for span in spans_of(cut.bounds):
-        if span.lo and {*small.crossings(span.lo)} != {*plan.crossings(span.lo)}:
-            return None
-        if _held(narrow.model, small, span) != _held(cut.model, plan, span):
-            return None
+        passed = [{*each.crossings(span.lo)} if span.lo else set() for each in (plan, small)]
+        held = [_held(model, each, span) for model, each in ((cut.model, plan), (narrow.model, small))]
+        if passed[0] != passed[1] or held[0] != held[1]:
+            raise PlanError(
+                f"the stage of blocks {span.lo} to {span.hi - 1} is to receive {len(passed[0])} tensors and to hold {len(held[0])}, and "
+                f"that of a narrow model, which runs alike, {len(passed[1])} and {len(held[1])}: {_first_unlike(*held)}."
+            )
     return made, [narrow.batch(sample) for sample in samples]
+
+
+def _first_unlike(one: set[str], other: set[str]) -> str:
+    return f"they differ in {sorted(one ^ other)[0]}" if one != other else "they receive others"
 
 
 def _fewer_to_cut(model: nn.Module, cut: Cut, sample: Mapping[str, Any]) -> _Cut | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,9 @@ from hf_parallel.tensor_parallel.plan.plan_for import (
     narrow_blueprint,
     plan_for,
     reduced_model,
+    skeleton,
 )
+from hf_parallel.tensor_parallel.plan.widened import widened
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
@@ -139,6 +141,11 @@ def _blueprint(setup: Setup) -> Blueprint | None:
 def _stand_in(blueprint: Blueprint) -> StandIn:
     def plan(tp_size: int, sample: Mapping[str, Any], **settings: Any) -> TPPlan:
         here = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}
+        narrow = narrow_blueprint(blueprint, here, tp_size)
+        if narrow is not None:
+            with suppress(PlanError):  # then it is for the real widths to say why
+                made = plan_for(narrow, tp_size, sample=_batch_for(narrow, here), **settings)
+                return widened(made, skeleton(narrow), skeleton(blueprint))
         return plan_for(blueprint, tp_size, sample=here, **settings)
 
     def model(sample: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:

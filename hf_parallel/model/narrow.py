@@ -35,6 +35,7 @@ WIDTHS: Final = (
 HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 LEAST_HEAD: Final = 8  # channels of a head: positions are rotated in pairs
 LEAST_VOCABULARY: Final = 256
+ORDINARY: Final = 0.1  # standard deviation of random weights, beyond which rounding grows from block to block
 SMALL: Final = 2**20  # elements of a model that costs next to nothing to plan and check as it is
 TEXT: Final = frozenset({"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"})
 IDS: Final = ("input_ids", "labels")
@@ -149,6 +150,8 @@ def narrow_config(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool 
         key = text.attribute_map.get(name, name)
         if key in inside:
             inside[key] = number // times
+    if isinstance(spread := inside.get("initializer_range"), float):
+        inside["initializer_range"] = min(spread, ORDINARY)
     if vocabulary and isinstance(size := getattr(text, "vocab_size", None), int):
         inside[text.attribute_map.get("vocab_size", "vocab_size")] = _fewer_words(text, size, parts)
     return made

@@ -23,6 +23,7 @@ from hf_parallel import CheckpointError, HFParallelCallback, HFParallelPlugin, f
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.checkpoints.weights.unread import RECORD, Unread
 from hf_parallel.checkpoints.weights.write import plan_export, write_weights
+from hf_parallel.errors import PlanError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
@@ -238,6 +239,80 @@ def test_a_rank_never_has_much_more_than_its_share_in_memory() -> None:
     rows = load_memory.run(36, list(load_memory.LAYOUTS), whole=False)
     assert len(rows) == 8
     assert [row for row in rows if row["above"]] == []
+
+
+def refusing_rank(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """What a model with large random weights in its config, one that is checkpointed, and one that is cut wrongly hear."""
+    from accelerate.state import AcceleratorState
+
+    from hf_parallel.engine import plan_shards, plans
+    from hf_parallel.model import narrow
+    from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
+    from hf_parallel.tensor_parallel.plan import plan_for
+
+    narrow.SMALL = 0  # type: ignore[misc]
+    planned: list[int] = []
+
+    def counted(where: Any) -> None:
+        real = where.plan_model
+
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            planned.append(sum(p.numel() for p in model.parameters()))
+            return real(model, *args, **kwargs)
+
+        where.plan_model = call
+
+    counted(plan_shards)
+    counted(plan_for)
+    found = {}
+
+    def start(name: str, layout: dict[str, Any], change: Any = lambda model: None) -> None:
+        AcceleratorState._reset_state()
+        planned.clear()
+        with sharded_loading({}, **layout):
+            model = AutoModelForCausalLM.from_pretrained(f"{folder}/wide")
+        change(model)
+        accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **layout))
+        try:
+            accelerator.prepare(model)
+            found[name] = f"planned with {max(planned, default=0)}"
+        except PlanError as error:
+            found[name] = str(error)
+        accelerator.hf_parallel.watchdog.stop()
+
+    start("ordinary", {"tp_size": 2})
+    start("spread", {"tp_size": 2}, lambda model: setattr(model.config, "initializer_range", 1.0))
+    start("checkpointed", {"tp_size": 2}, lambda model: model.gradient_checkpointing_enable())
+    start("hooked", {"tp_size": 2}, lambda model: model.model.layers[1].register_forward_hook(lambda *args: None))
+    discover, crossings, of_the_model = plans.discover_stages, PipelinePlan.crossings, []
+
+    def discovered(*args: Any, **options: Any) -> Any:
+        plan = discover(*args, **options)
+        of_the_model.append(plan.record)
+        return plan
+
+    def fewer(self: Any, lo: int) -> Any:
+        received = crossings(self, lo)
+        return received[:0] if any(self.record is record for record in of_the_model) else received
+
+    plans.discover_stages, PipelinePlan.crossings = discovered, fewer  # type: ignore[method-assign]
+    start("cut wrongly", {"pp_size": 2})
+    return found
+
+
+def test_what_narrow_models_say_of_a_model_that_is_not_read_yet(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    wide = tiny.SMALL | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4}
+    LlamaForCausalLM(LlamaConfig(**wide)).save_pretrained(tmp_path / "wide")
+    here, there = run_ranks(refusing_rank, 2, str(tmp_path), tmp_path=tmp_path, env=ENV, timeout=170)
+    ordinary, *others = (
+        int(here[name].removeprefix("planned with ")) for name in ("ordinary", "spread", "checkpointed", "hooked")
+    )
+    assert 0 < ordinary < 4 * 4 * 128 * 128
+    assert max(others) <= ordinary  # hooks do not make it one of the real widths
+    assert "self_check" in here["cut wrongly"]
+    assert "to receive 0 tensors" in here["cut wrongly"]
+    assert there["cut wrongly"] == here["cut wrongly"]
 
 
 def checking_rank(rank: int, world_size: int, folder: str, layouts: dict[str, Any]) -> dict[str, list[int]]:

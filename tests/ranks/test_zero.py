@@ -346,3 +346,32 @@ def test_memory_is_pinned_next_to_a_gpu_only() -> None:
     assert not pins(zero.model_copy(update={"pin_memory": False}), gpu)
     with pytest.raises(UnsupportedError, match=r"zero\.pin_memory=true with the model on cpu: .*to auto"):
         pins(zero.model_copy(update={"pin_memory": True}), cpu)
+
+
+def first_step_rank(rank: int, world_size: int, kind: str) -> list[float]:
+    """A parameter without a gradient in the first step; largest difference from one process, by step."""
+    build = {
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+        "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+        "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    }[kind]
+    both = [[(name, torch.nn.Parameter(torch.ones(64))) for name in "ab"] for _ in range(2)]
+    optimizer, stock = (build([param for _, param in named]) for named in both)
+    partition = ZeroPartition(optimizer, both[0], dist.group.WORLD)
+    found = []
+    for step in range(4):
+        for named in both:
+            for name, param in named:
+                param.grad = None if name == "b" and step == 0 else torch.linspace(1, 2, 64)
+        partition.reduce(1 / world_size)
+        optimizer.step()
+        stock.step()
+        partition.zero_grad()
+        found.append(max(float((one[1] - other[1]).abs().max()) for one, other in zip(*both, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nesterov", "rmsprop"])
+def test_what_a_first_step_left_out_has_no_momentum_of_it(kind: str, tmp_path: Path) -> None:
+    for found in run_ranks(first_step_rank, 2, kind, tmp_path=tmp_path):
+        assert max(found) < 1e-6

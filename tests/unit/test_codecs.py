@@ -79,3 +79,24 @@ def test_what_is_not_finite_is_seen_after_decoding(name: str, value: float) -> N
     back = codec.decode(codec.encode(x))
     assert not torch.isfinite(back[: codec.block].sum())
     assert torch.isfinite(back[codec.block :]).all()
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("density", [0.01, 0.02, 0.05])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_topk_takes_any_number_of_blocks(kind: str, density: float, blocks: int) -> None:
+    for block in (256, 1024):
+        codec = TopKCompressor(density, block, kind)
+        sent = noise(blocks * block)
+        found = codec.decode(codec.encode(sent))
+        assert found.shape == sent.shape
+        kept = found != 0
+        assert torch.allclose(found[kept], sent[kept], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_takes_one_block_and_none(name: str, blocks: int) -> None:
+    codec = CODECS[name]
+    sent = noise(blocks * codec.block)
+    assert codec.decode(codec.encode(sent)).shape == sent.shape

@@ -70,10 +70,7 @@ class CastCompressor(GradientCompressor):
             return payload.view(self.dtype).float()
         rows = payload.view(-1, self.bytes_per_block)
         scale = torch.exp2(rows[:, :1].view(torch.int8).float())
-        codes = rows[:, 1:].clone(
-            memory_format=torch.contiguous_format
-        )  # a single row is contiguous, but at an odd place
-        return codes.view(self.dtype).float().mul_(scale).view(-1)
+        return _compact(rows[:, 1:]).view(self.dtype).float().mul_(scale).view(-1)
 
 
 class BlockQuantizer(GradientCompressor):
@@ -125,14 +122,14 @@ class OneBitCompressor(GradientCompressor):
     def encode(self, x: Tensor) -> Tensor:
         """See the base class."""
         blocks = x.view(-1, self.block)
-        bits = (blocks >= 0).view(len(blocks), -1, 8).to(torch.uint8)
+        bits = (blocks >= 0).view(len(blocks), self.block // 8, 8).to(torch.uint8)
         return _with_scale(blocks.abs().mean(1, keepdim=True), (bits * _powers(x.device)).sum(-1, dtype=torch.uint8))
 
     def decode(self, payload: Tensor) -> Tensor:
         """See the base class."""
         scale, codes = _split_scale(payload, self.bytes_per_block)
         signs = _signs(payload.device).index_select(0, codes.view(-1).int())
-        return signs.view(len(codes), -1).mul_(scale).view(-1)
+        return signs.view(len(codes), self.block).mul_(scale).view(-1)
 
 
 class TopKCompressor(GradientCompressor):
@@ -171,9 +168,9 @@ class TopKCompressor(GradientCompressor):
         scale, codes = _split_scale(payload, self.bytes_per_block) if self._integers else (None, None)
         rows = payload.view(-1, self.bytes_per_block) if codes is None else codes
         width = self.kept if self._integers else 2 * self.kept
-        raw = rows[:, :width].contiguous()
+        raw = _compact(rows[:, :width])
         values = raw.view(torch.int8).float() * scale if scale is not None else raw.view(torch.bfloat16).float()
-        places = rows[:, width:].contiguous().view(self._place).long()
+        places = _compact(rows[:, width:]).view(self._place).long()
         return values.new_zeros(len(rows), self.block).scatter_(1, places, values).view(-1)
 
 
@@ -184,7 +181,12 @@ def _with_scale(scale: Tensor, codes: Tensor) -> Tensor:
 def _split_scale(payload: Tensor, bytes_per_block: int) -> tuple[Tensor, Tensor]:
     """Scales f32[blocks 1] and codes u8[blocks bytes_per_block - 4]."""
     rows = payload.view(-1, bytes_per_block)
-    return rows[:, :SCALE_BYTES].contiguous().view(torch.float32), rows[:, SCALE_BYTES:].contiguous()
+    return _compact(rows[:, :SCALE_BYTES]).view(torch.float32), _compact(rows[:, SCALE_BYTES:])
+
+
+def _compact(rows: Tensor) -> Tensor:
+    """A copy whose bytes may be viewed as wider numbers; a single row is contiguous to torch whatever its stride is."""
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _signs(device: torch.device) -> Tensor:
