@@ -211,17 +211,31 @@ def worker(rank: int, settings: Settings) -> dict[str, Any]:
     return {"parameters": bench.parameters, "samples": [asdict(sample) for sample in samples]}
 
 
-def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> dict[str, Any]:
-    """Return the medians of one number of microbatches: paired ratios, and the bar that the cut allows."""
-    rounds = Rounds.of(samples, microbatches, foreign)
+@dataclass(frozen=True)
+class Bar:
+    """What the cut allows, by the times of the stages: their seconds by "F" and "B", those of the schedule, the speed-up."""
+
+    stage_seconds: dict[str, list[float]]
+    schedule_seconds: float
+    speedup: float
+
+
+def bar_of(rounds: Rounds, variant: str, microbatches: int) -> Bar:
+    """The bar of 1F1B over the actions that a variant's samples have."""
 
     def seconds_of(rank: int, kind: str) -> float:
-        spans = [group["ours"].spans[rank] for group in rounds.used]
+        spans = [group[variant].spans[rank] for group in rounds.used]
         return statistics.median(t for own in spans for name, times in own.items() if name[1] == kind for t in times)
 
     costs = {kind: [seconds_of(rank, kind) for rank in (0, 1)] for kind in "FB"}
-    predicted = simulate(one_f_one_b(2, microbatches), costs["F"], costs["B"])
-    cut_bound = microbatches * sum(costs["F"] + costs["B"]) / predicted.makespan
+    makespan = simulate(one_f_one_b(2, microbatches), costs["F"], costs["B"]).makespan
+    return Bar(costs, makespan, microbatches * sum(costs["F"] + costs["B"]) / makespan)
+
+
+def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> dict[str, Any]:
+    """Return the medians of one number of microbatches: paired ratios, and the bar that the cut allows."""
+    rounds = Rounds.of(samples, microbatches, foreign)
+    bar = bar_of(rounds, "ours", microbatches)
     speedup = rounds.median(lambda group: group["single"].seconds / group["ours"].seconds)
     return {
         "microbatches": microbatches,
@@ -232,10 +246,10 @@ def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> d
         "speedup": speedup,
         "torch_speedup": rounds.median(lambda group: group["single"].seconds / group["torch"].seconds),
         "ideal_speedup": 2 * microbatches / (microbatches + 1),
-        "cut_speedup": cut_bound,
-        "of_cut_speedup": speedup / cut_bound,
-        "predicted_seconds": predicted.makespan,
-        "stage_seconds": costs,
+        "cut_speedup": bar.speedup,
+        "of_cut_speedup": speedup / bar.speedup,
+        "predicted_seconds": bar.schedule_seconds,
+        "stage_seconds": bar.stage_seconds,
         "foreign_cores": rounds.foreign,
         "verdict": rounds.verdict,
     }

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from bench_pipeline import bar_of
 from rich.console import Console
 from rich.table import Table
 from timing import Clock, Rounds, Sample, llama_config, parser_of, run_both_ranks, settings_of, write_report
@@ -26,8 +27,6 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_parallel import HFParallelCallback
-from hf_parallel.pipeline_parallel.schedule.schedules import one_f_one_b
-from hf_parallel.pipeline_parallel.schedule.simulate import simulate
 
 
 WARM_UP = 2  # steps that are not counted
@@ -155,14 +154,7 @@ def worker(rank: int, settings: Settings) -> dict[str, Any]:
 def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> dict[str, Any]:
     """Medians of one number of microbatches: the speed-up, and the bar that the cut allows."""
     rounds = Rounds.of(samples, microbatches, foreign)
-
-    def seconds_of(rank: int, kind: str) -> float:
-        spans = [group["trainer"].spans[rank] for group in rounds.used]
-        return statistics.median(t for own in spans for name, times in own.items() if name[1] == kind for t in times)
-
-    costs = {kind: [seconds_of(rank, kind) for rank in (0, 1)] for kind in "FB"}
-    makespan = simulate(one_f_one_b(2, microbatches), costs["F"], costs["B"]).makespan
-    bar = microbatches * sum(costs["F"] + costs["B"]) / makespan
+    bar = bar_of(rounds, "trainer", microbatches)
     ratios = sorted(group["one process"].seconds / group["trainer"].seconds for group in rounds.used)
     speedup = statistics.median(ratios)
     return {
@@ -174,11 +166,11 @@ def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> d
         },
         "speedup": speedup,
         "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
-        "cut_speedup": bar,
-        "of_cut_speedup": speedup / bar,
+        "cut_speedup": bar.speedup,
+        "of_cut_speedup": speedup / bar.speedup,
         "ideal_speedup": 2 * microbatches / (microbatches + 1),
-        "stage_seconds": costs,
-        "schedule_seconds": makespan,
+        "stage_seconds": bar.stage_seconds,
+        "schedule_seconds": bar.schedule_seconds,
         "foreign_cores": rounds.foreign,
         "verdict": rounds.verdict,
     }

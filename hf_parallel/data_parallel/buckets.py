@@ -74,17 +74,17 @@ class Bucket:
 
 @dataclass(slots=True)
 class Packed:
-    """A flat buffer, f[bucket.numel + flags], and the positions of the gradients in it, multiplied by `factor`."""
+    """A flat buffer, f[bucket.numel + flags], and the positions of the gradients in it, multiplied by `factor`.
+
+    Attributes:
+        present: Which parameters have a gradient in the buffer, once no more follow.
+    """
 
     bucket: Bucket
     flat: Tensor
     factor: float
     moved: set[int]
-
-    @property
-    def present(self) -> tuple[bool, ...]:
-        """Which parameters have a gradient in the buffer."""
-        return tuple(position in self.moved for position in range(len(self.bucket.params)))
+    present: tuple[bool, ...] = ()
 
     def take(self, positions: Sequence[int]) -> None:
         """Move gradients that there are into the buffer."""
@@ -96,10 +96,13 @@ class Packed:
         for at in positions:
             params[at].grad = None
 
-    def clear_others(self) -> None:
-        """Zeros where no gradient has moved to."""
-        for position in set(range(len(self.bucket.params))) - self.moved:
-            self.bucket.slot(self.flat, position).zero_()
+    def close(self) -> None:
+        """No more gradients follow: zeros where none has moved to."""
+        self.present = tuple(position in self.moved for position in range(len(self.bucket.params)))
+        if not all(self.present):
+            for position, here in enumerate(self.present):
+                if not here:
+                    self.bucket.slot(self.flat, position).zero_()
 
 
 class Packer:
@@ -148,10 +151,10 @@ class Packer:
         bucket.refuse_sparse()
         packed = self._filling.pop(index, None) or self._new(bucket)
         packed.take([position for position, param in enumerate(bucket.params) if param.grad is not None])
-        packed.clear_others()
+        packed.close()
         if self._flagged:
-            flags, present = packed.flat[bucket.numel :], packed.present
-            flags.copy_(torch.tensor(present)) if not all(present) else flags.fill_(1.0)
+            flags = packed.flat[bucket.numel :]
+            flags.copy_(torch.tensor(packed.present)) if not all(packed.present) else flags.fill_(1.0)
         return packed
 
     def _new(self, bucket: Bucket) -> Packed:

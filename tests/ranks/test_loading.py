@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from counted_calls import sizes_of_calls
 from rank_runner import run_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -251,31 +253,20 @@ def refusing_rank(rank: int, world_size: int, folder: str) -> dict[str, str]:
     from hf_parallel.tensor_parallel.plan import plan_for
 
     narrow.SMALL = 0  # type: ignore[misc]
-    planned: list[int] = []
-
-    def counted(where: Any) -> None:
-        real = where.plan_model
-
-        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            planned.append(sum(p.numel() for p in model.parameters()))
-            return real(model, *args, **kwargs)
-
-        where.plan_model = call
-
-    counted(plan_shards)
-    counted(plan_for)
+    planned = [sizes_of_calls(where, "plan_model") for where in (plan_shards, plan_for)]
     found = {}
 
     def start(name: str, layout: dict[str, Any], change: Any = lambda model: None) -> None:
         AcceleratorState._reset_state()
-        planned.clear()
+        for sizes in planned:
+            sizes.clear()
         with sharded_loading({}, **layout):
             model = AutoModelForCausalLM.from_pretrained(f"{folder}/wide")
         change(model)
         accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **layout))
         try:
             accelerator.prepare(model)
-            found[name] = f"planned with {max(planned, default=0)}"
+            found[name] = f"planned with {max(chain(*planned), default=0)}"
         except PlanError as error:
             found[name] = str(error)
         accelerator.hf_parallel.watchdog.stop()
@@ -323,19 +314,7 @@ def checking_rank(rank: int, world_size: int, folder: str, layouts: dict[str, An
     from hf_parallel.model import narrow
 
     narrow.SMALL = 0  # type: ignore[misc]
-    checked: list[int] = []
-
-    def counted(name: str) -> None:
-        real = getattr(self_check, name)
-
-        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            checked.append(sum(p.numel() for p in model.parameters()))
-            return real(model, *args, **kwargs)
-
-        setattr(self_check, name, call)
-
-    counted("check_split")
-    counted("verify_model")
+    checked = sizes_of_calls(self_check, "check_split", "verify_model")
     found = {}
     for name, layout in layouts.items():
         AcceleratorState._reset_state()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counted_calls import sizes_of_calls
 from rank_runner import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,19 +118,7 @@ def trainings(rank: int, world_size: int, settings: dict[str, Any], folder: str)
     from hf_parallel.model import narrow
 
     narrow.SMALL = 0  # type: ignore[misc]
-    checked: list[int] = []
-
-    def counted(name: str) -> None:
-        real = getattr(self_check, name)
-
-        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            checked.append(sum(p.numel() for p in model.parameters()))
-            return real(model, *args, **kwargs)
-
-        setattr(self_check, name, call)
-
-    counted("check_split")
-    counted("verify_model")
+    checked = sizes_of_calls(self_check, "check_split", "verify_model")
     found = []
     for index in range(2):
         AcceleratorState._reset_state()
