@@ -13,7 +13,7 @@ from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.layout import LayoutSpec
-from hf_parallel.planner.own import peaks_of_ranks, recorded_of
+from hf_parallel.planner.own import in_room_of, peaks_of_ranks, recorded_of
 from hf_parallel.planner.pipeline import placement, schedule_of
 from hf_parallel.planner.profile import BlockProfile, ModelProfile
 
@@ -79,6 +79,8 @@ def _bytes_by_formula(
         terms["activations"] = kept[rank] + working
         terms["logits"] = logits if rank == ranks[-1] else 0.0
         terms["buffers"] = _buffers(profile, held[rank], spec)
+        if spec.num_ranks * spec.num_microbatches == 1:  # gradients come as what the forward kept goes
+            terms |= in_room_of(terms["gradients"], {name: terms[name] for name in PASSING})
         found.append(terms)
     return max(found, key=lambda terms: sum(terms.values()))
 

@@ -81,8 +81,13 @@ def _added(moments: Sequence[Moment], parts: Sequence[StageParts], sent: float, 
         "logits": terms["logits and loss"],
         "buffers": terms[SENT],
     }
-    missing = gradients - terms["gradients"]
-    for name, size in found.items():
+    return in_room_of(gradients - terms["gradients"], found)
+
+
+def in_room_of(missing: float, terms: Mapping[str, float]) -> dict[str, float]:
+    """What terms take beyond the room of gradients that count as there and are not."""
+    found = {}
+    for name, size in terms.items():
         taken = min(size, missing)
         found[name], missing = size - taken, missing - taken
     return found

@@ -141,6 +141,25 @@ def test_states_are_whole_and_activations_are_what_they_add() -> None:
     assert min(terms.values()) >= 0
 
 
+def test_a_card_that_takes_one_microbatch_has_no_gradients_beside_its_logits() -> None:
+    """Published: Llama 3 8B with torch's AdamW in bf16 on one 80 GB card, 2 x 8192 tokens, needs 83.8 GB."""
+    config = LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+    )
+    layout = {"micro_batch": 2, "recompute": "full", "state_bytes": (2, 2, 4)}
+    once, twice = (
+        predict(config, Cluster(1, 1, "h100"), layout | {"num_microbatches": count}, seq_len=8192) for count in (1, 2)
+    )
+    assert once.total_bytes == pytest.approx(83.8e9, rel=0.02)
+    assert twice.memory_bytes["gradients"] == once.memory_bytes["gradients"]
+    assert twice.total_bytes - once.total_bytes == pytest.approx(once.memory_bytes["gradients"], rel=0.1)
+
+
 def test_the_arithmetic_imports_no_torch() -> None:
     code = "import hf_parallel.planner.search, sys; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
