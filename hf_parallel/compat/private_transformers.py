@@ -300,6 +300,24 @@ def copy_loss_function(model: Any, target: Any) -> None:
         target.loss_type = model.loss_type
 
 
+def makes_inputs_trained(hook: Any) -> bool:
+    """Whether it is the hook that `enable_input_require_grads` puts on embeddings, as activation checkpointing does."""
+    from transformers import PreTrainedModel
+
+    stock = inspect.unwrap(PreTrainedModel.enable_input_require_grads)
+    return getattr(hook, "__code__", None) in stock.__code__.co_consts[1:]
+
+
+def copy_activation_checkpointing(module: nn.Module, target: nn.Module) -> None:
+    """Let a module run again in the backward as another one does, and what it returns take part in the backward."""
+    for key in ("gradient_checkpointing", "_gradient_checkpointing_func"):
+        if key in vars(module):
+            setattr(target, key, vars(module)[key])
+    for hook in module._forward_hooks.values():
+        if makes_inputs_trained(hook):
+            target.register_forward_hook(hook)
+
+
 @contextlib.contextmanager
 def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iterator[None]:
     """Inside, in this thread, `from_pretrained` finds the files of a checkpoint and loads them through these two.

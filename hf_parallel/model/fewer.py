@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hf_parallel.compat.private_torch import module_hooks, own_modules
+from hf_parallel.compat.private_transformers import makes_inputs_trained
 from hf_parallel.model.meta import inputs_on_meta, on_meta
 from hf_parallel.model.record import Op, Record, record_forward, unchanged
 from hf_parallel.model.stack import blocks_of, kind_of
@@ -162,7 +163,7 @@ def config_with_blocks(config: PretrainedConfig, depth: int, kept: Sequence[int]
 
 
 def is_stock(model: nn.Module) -> bool:
-    """Whether all modules are of libraries, run the forward that those gave them, and nobody listens to them."""
+    """Whether all modules are of libraries, run the forward that those gave them, and nobody else listens to them."""
     return all(_is_stock_module(module) for module in model.modules())
 
 
@@ -171,7 +172,7 @@ def _is_stock_module(module: nn.Module) -> bool:
     return (
         _package(type(module).__module__) in STOCK
         and "forward" not in vars(module)
-        and not any(module_hooks(module))
+        and all(makes_inputs_trained(hook) for hooks in module_hooks(module) for hook in hooks.values())
         and all(_package(_home(function)) in STOCK for function in functions)
     )
 
@@ -208,7 +209,7 @@ def _settings(block: nn.Module) -> Kind:
     """What is set on a block and its modules."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     attributes = [(p, name, v) for p, module in block.named_modules() for name, v in sorted(vars(module).items())]
-    numbers = tuple((path, name, value) for path, name, value in attributes if isinstance(value, float))
+    numbers = tuple((path, name, value) for path, name, value in attributes if isinstance(value, (float, bool)))
     configs = tuple((path, id(value)) for path, _, value in attributes if isinstance(value, PretrainedConfig))
     marks = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
     return kind_of(block), marks, numbers, configs

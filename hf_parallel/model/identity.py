@@ -60,6 +60,8 @@ WALKED: Final = (
     "transformers"  # its code is looked at, because people patch and edit it; that of others goes by version
 )
 TABLES: Final = ("_parameters", "_buffers", "_modules")
+HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HANDLES: Final = ("_require_grads_hook", "_require_grads_hooks")  # to remove hooks that are looked at themselves
 # Of libraries, but not what a user may have put in their place.
 FUNCTIONS: Final = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 CODE: Final = (*FUNCTIONS, functools.partial, type)
@@ -111,7 +113,9 @@ def _of_module(name: str, module: nn.Module, code: _Code) -> Iterator[str]:
     for kind in kinds:
         yield f"{name}: {sorted((key, value) for key, value in vars(kind).items() if type(value) in (int, float, bool, str))}"
     for key, value in sorted(vars(module).items()):
-        if key not in TABLES:
+        if key in HOOKS:  # of libraries; by the number of the handle
+            yield f"{name}.{key}={code.of(list(value.values()))}"
+        elif key not in TABLES and key not in HANDLES:
             yield f"{name}.{key}={code.of(value)}"
 
 

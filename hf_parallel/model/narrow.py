@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hf_parallel.compat.private_torch import own_buffers
-from hf_parallel.compat.private_transformers import copy_loss_function
+from hf_parallel.compat.private_transformers import copy_activation_checkpointing, copy_loss_function
 from hf_parallel.model.fewer import READS_VALUES, is_stock, same_ops
 from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.model.meta import inputs_on_meta, on_meta
@@ -226,6 +226,7 @@ def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
     modules = dict(made.named_modules())
     for name, module in model.named_modules():
         modules[name].training = module.training
+        copy_activation_checkpointing(module, modules[name])
         buffers = own_buffers(modules[name])
         for key, buffer in own_buffers(module).items():
             mine = buffers.get(key)

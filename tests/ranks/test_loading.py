@@ -38,7 +38,7 @@ ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
 def train(
-    folder: str, out: Path, layout: dict[str, Any], *, unread: bool, **options: Any
+    folder: str, out: Path, layout: dict[str, Any], *, unread: bool, checkpointed: bool = False, **options: Any
 ) -> tuple[Trainer, Unread | None]:
     torch.manual_seed(0)
     if unread:
@@ -58,6 +58,7 @@ def train(
             disable_tqdm=True,
             use_cpu=True,
             save_strategy="no",
+            gradient_checkpointing=checkpointed,
         ),
         train_dataset=tiny.rows(16),
         data_collator=tiny.collate,
@@ -319,7 +320,8 @@ def checking_rank(rank: int, world_size: int, folder: str, layouts: dict[str, An
     for name, layout in layouts.items():
         AcceleratorState._reset_state()
         checked.clear()
-        trainer, _ = train(f"{folder}/wide", Path(folder, name), layout, unread=True)
+        checkpointed = name.endswith("checkpointed")
+        trainer, _ = train(f"{folder}/wide", Path(folder, name), layout, unread=True, checkpointed=checkpointed)
         trainer.accelerator.hf_parallel.watchdog.stop()
         found[name] = list(checked)
     return found
@@ -330,12 +332,12 @@ def test_a_model_whose_weights_are_read_after_the_cut_is_compared_as_a_narrow_on
     wide = tiny.SMALL | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4}
     LlamaForCausalLM(LlamaConfig(**wide)).save_pretrained(tmp_path / "wide")
     layouts: dict[str, Any] = {"pp2": {"pp_size": 2}, "tp2": {"tp_size": 2}}
-    layouts |= {f"{name} again": layout for name, layout in layouts.items()}
+    layouts |= {f"{name} {how}": layout for how in ("again", "checkpointed") for name, layout in layouts.items()}
     layouts["off"] = {"pp_size": 2, "pipeline": {"self_check": "off"}}
     env = ENV | {"HF_PARALLEL_CACHE": str(tmp_path / "cache")}
     here, there = run_ranks(checking_rank, 2, str(tmp_path), layouts, tmp_path=tmp_path, env=env, timeout=170)
     assert here["off"] == here["pp2 again"] == here["tp2 again"] == []
     assert there == {name: [] for name in layouts}
-    for name in ("pp2", "tp2"):
+    for name in ("pp2", "tp2", "pp2 checkpointed", "tp2 checkpointed"):
         (compared,) = here[name]
         assert compared < 4 * 4 * 128 * 128, name  # a quarter of the blocks' elements and less

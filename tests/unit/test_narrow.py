@@ -198,6 +198,23 @@ def test_state_is_that_of_the_wide_model() -> None:
     assert small.model.training
 
 
+@pytest.mark.parametrize("kind", ["llama_tied", "gpt2"])
+def test_blocks_that_run_again_do_so_in_the_narrow_model(kind: str) -> None:
+    model: Any = wide(kind).train()
+    model.gradient_checkpointing_enable()
+    small = narrowed(model)
+    assert small is not None
+    ran: list[str] = []
+    for name, module in small.model.named_modules():
+        if name.endswith(".mlp"):
+            module.register_forward_pre_hook(lambda module, args, name=name: ran.append(name))
+    ids = small.batch(sample())["input_ids"]
+    small.model(input_ids=ids, labels=ids).loss.backward()
+    assert [ran.count(name) for name in sorted(set(ran))] == [2, 2]
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+    assert narrowed(model) is None  # the same from somebody else
+
+
 def test_batches_that_are_not_text_alone_are_tried_as_they_are() -> None:
     model = wide("llama_tied")
     picture = sample() | {"pixel_values": torch.zeros(2, 3, 4, 4)}

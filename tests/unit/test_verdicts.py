@@ -199,6 +199,16 @@ def patched_torch(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "scaled_dot_product_attention", own)
 
 
+def test_checkpointing_of_transformers_is_known_by_how_it_is_set() -> None:
+    made = []
+    for options in ({}, {}, {"every_n_layers": 2}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}):
+        model = llama()
+        model.gradient_checkpointing_enable(**options)
+        made.append(identity_of(model))
+    assert made[0] == made[1]  # though the hook on the embedding has another number
+    assert len({*made, usual()}) == 4
+
+
 def patched_method_of_tensors(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "transpose", own)
 
