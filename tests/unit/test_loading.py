@@ -168,7 +168,7 @@ def test_a_damaged_checkpoint_is_refused_by_file_and_tensor(damage: Callable[[Pa
 
 
 @pytest.mark.usefixtures("_two_processes")
-def test_a_model_without_weights_moves_and_casts_and_refuses_to_run(folder: Path) -> None:
+def test_a_model_without_weights_moves_and_casts_and_refuses_to_run_or_to_be_resized(folder: Path) -> None:
     model = from_pretrained(folder, {"pp_size": 2})
     model.to("cpu", torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -176,6 +176,10 @@ def test_a_model_without_weights_moves_and_casts_and_refuses_to_run(folder: Path
     assert not model.model.rotary_emb.inv_freq.is_meta
     with pytest.raises(UnsupportedError, match=r"weights of LlamaForCausalLM are not read yet.*HFParallelCallback"):
         model(input_ids=torch.ones(1, 2, dtype=torch.long))
+    with pytest.raises(UnsupportedError, match=r"resize_token_embeddings\(\).*Load it without sharded_loading"):
+        model.resize_token_embeddings(model.config.vocab_size + 1)
+    vars(model)[RECORD].begin(model)
+    assert "resize_token_embeddings" not in vars(model)
 
 
 @pytest.mark.usefixtures("_two_processes")

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -80,13 +80,15 @@ class Unread:
         self._hook: Any = None
 
     def settle(self, model: nn.Module) -> None:
-        """Make `model` a model that may be passed to a Trainer: it can be moved and cast, and refuses to run."""
+        """Make `model` a model that may be passed to a Trainer: it can be moved and cast, and refuses to run or to be resized."""
         vars(model)[RECORD] = self
+        vars(model)["resize_token_embeddings"] = _refuse_to_resize
         move_values_only(model)
         self._hook = model.register_forward_pre_hook(_refuse_to_run)
 
     def begin(self, model: nn.Module) -> None:
         """From here on the model is being parallelized: shapes may run."""
+        vars(model).pop("resize_token_embeddings", None)
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
@@ -261,6 +263,13 @@ def _part(values: torch.Tensor, one: Wanted, entry: Entry | None, mesh: Mesh, wh
         return values
     dim, ranges = layout
     return torch.cat([values.narrow(dim, start, length) for start, length in ranges if length], dim)
+
+
+def _refuse_to_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "resize_token_embeddings() was called on a model whose weights are not read yet: it was loaded with "
+        "hf_parallel.sharded_loading, and new rows are made of those. Load it without sharded_loading."
+    )
 
 
 def _refuse_to_run(model: nn.Module, args: tuple[Any, ...]) -> None:
