@@ -26,6 +26,7 @@ class Change:
         square: Bytes for each token and token of a row.
         whole: Whether every tensor-parallel rank has all of it: it is of the width of the residual stream.
         is_gradient: Whether it is the gradient of a parameter.
+        is_gathered: Whether every such rank has all of it though they share the sequence: a norm over all heads takes it.
     """
 
     fixed: float
@@ -33,6 +34,7 @@ class Change:
     square: float
     whole: bool
     is_gradient: bool = False
+    is_gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
     now = most = kept = casts = 0.0
     for one in changes:
         passing = batch.tokens * (one.linear + one.square * batch.length)
-        if not (one.whole and not batch.sequence_parallel):
+        if not (one.is_gathered or (one.whole and not batch.sequence_parallel)):
             passing /= batch.tp_size
         is_there = batch.with_fixed and (batch.with_gradients or not one.is_gradient)
         fixed = one.fixed / batch.tp_size * is_there

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from hf_parallel.model.stack import blocks_of, candidate_stacks
 BLOCKS: Final = 3  # the one in the middle stands for all
 MIDDLE: Final = 1
 PARTS: Final = ("embedding", "forward", "loss", "head", "backward")
-Sizes = list[tuple[float, bool, bool]]
+Sizes = list[tuple[float, bool, bool, bool]]
 Checkpoint = Callable[[nn.Module, str], object]
 
 
@@ -60,19 +60,19 @@ def record_step(
     return Recorded(embedding, forward, loss, head, backward, runs_again=checkpoint is not None)
 
 
-def _change(own: Sequence[tuple[float, bool, bool]]) -> Change:
-    sizes, (_, whole, is_gradient) = [size for size, *_ in own], own[0]
+def _change(own: Sequence[tuple[float, bool, bool, bool]]) -> Change:
+    sizes, (_, whole, is_gradient, is_gathered) = [size for size, *_ in own], own[0]
     step, first = LENGTHS[1] - LENGTHS[0], LENGTHS[0]
     square = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * step**2)
     linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
     fixed = sizes[0] - linear * first - square * first**2
-    return Change(fixed, linear, square, whole and not fixed, is_gradient)
+    return Change(fixed, linear, square, whole and not fixed, is_gradient, is_gathered and not fixed)
 
 
 def _run(
     config: Any, length: int, precision: Precision, attention: str | None, checkpoint: Checkpoint | None
 ) -> dict[str, Sizes]:
-    """Bytes of each change, whether it is of the width of the residual stream, and whether of a gradient."""
+    """Bytes of each change, and whether it is of the width of the residual stream, of a gradient, of a norm over all heads."""
     dtype = torch.bfloat16 if precision == "half" else torch.float32
     given = {} if attention is None else {"attn_implementation": attention}
     model = on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
@@ -103,29 +103,54 @@ def _run(
         loss.backward()
         for parameter in model.parameters():
             meter.mark(parameter.grad, "gradients")
-    shared = _shared_results(
-        blocks[MIDDLE], next(name for name, one in model.named_modules() if one is blocks[MIDDLE])
-    )
-    return _by_part(memory, dict(marks), config.get_text_config().hidden_size, shared)
+    middle = blocks[MIDDLE]
+    name = next(name for name, one in model.named_modules() if one is middle)
+    shared = {(op, of_any_block(f"{name}.{path}")) for op, path in _shared_results(middle)}
+    gathered = {(op, of_any_block(f"{name}.{path}")) for op, path in _gathered_results(middle)}
+    return _by_part(memory, dict(marks), config.get_text_config().hidden_size, shared, gathered)
 
 
-def _shared_results(block: nn.Module, name: str) -> set[tuple[str, str]]:
-    """Operations and modules that make tensors of the width of the residual stream which tensor-parallel ranks share.
-
-    Of the products of a module the last one has a whole result (attention's output) and a shared input, which may be cast
-    or made contiguous; the others have shared results (queries, keys and values).
-    """
+def _products(block: nn.Module) -> dict[str, list[str]]:
+    """Parent module -> its products."""
     products: dict[str, list[str]] = {}
     for path, module in block.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.ndim == 2:
             products.setdefault(path.rpartition(".")[0], []).append(path)
+    return products
+
+
+def _shared_results(block: nn.Module) -> set[tuple[str, str]]:
+    """Operations and modules that make tensors of the width of the residual stream which tensor-parallel ranks share.
+
+    Of the products of a module the last one has a whole result (attention's output) and a shared input, which may be cast
+    or made contiguous; the others have shared results (queries, keys and values).
+    """
     found = set()
-    for parent, own in products.items():
+    for parent, own in _products(block).items():
         found |= {(op, path) for op in ("mm", "addmm") for path in own[:-1]}
         copied = [own[-1], *([parent] if parent else [])]
         found |= {(op, path) for op in ("_to_copy", "clone") for path in copied}
-    return {(op, of_any_block(f"{name}.{path}")) for op, path in found}
+    return found
+
+
+def _gathered_results(block: nn.Module) -> set[tuple[str, str]]:
+    """Norms over all that a product beside them makes (queries or keys of all heads), which ranks gather, and that product.
+
+    As operation and module; "" is any operation.
+    """
+    found = set()
+    for parent, own in _products(block).items():
+        left = {path: len(cast("Tensor", block.get_submodule(path).weight)) for path in own[:-1]}
+        for name, module in block.get_submodule(parent).named_children():
+            weight = getattr(module, "weight", None)
+            if not (parent and isinstance(weight, nn.Parameter) and weight.ndim == 1):
+                continue
+            made = next((path for path, width in left.items() if width == weight.shape[0]), None)
+            if made is not None:
+                left.pop(made)
+                found |= {("", f"{parent}.{name}"), ("mm", made), ("addmm", made)}
+    return found
 
 
 @contextlib.contextmanager
@@ -159,7 +184,11 @@ def _marking(blocks: Sequence[nn.Module], mark: Callable[[str], None]) -> Iterat
 
 
 def _by_part(
-    memory: Allocations, marks: dict[str, int], hidden: int, shared: set[tuple[str, str]]
+    memory: Allocations,
+    marks: dict[str, int],
+    hidden: int,
+    shared: set[tuple[str, str]],
+    gathered: set[tuple[str, str]],
 ) -> dict[str, Sizes]:
     """The changes between marks."""
     ends = {
@@ -170,12 +199,20 @@ def _by_part(
         "backward": (marks[f"backward {MIDDLE + 1}"], marks[f"backward {MIDDLE}"]),
     }
 
-    def about(block: Block, change: int) -> tuple[float, bool, bool]:
+    # What the forward makes is in the backward, too; the gradients there are no results of these modules.
+    made = [block for block, _ in memory.changes[slice(*ends["forward"])]]
+    all_heads = {id(block) for block in made if {("", _module_of(block)), (block.op, _module_of(block))} & gathered}
+
+    def about(block: Block, change: int) -> tuple[float, bool, bool, bool]:
         whole = len(block.shape) in (2, 3) and block.shape[-1] in (hidden, 1)
-        whole = whole and (block.op, block.where.split(" ")[0]) not in shared
-        return float(change), whole, block.kind == "gradients"
+        whole = whole and (block.op, _module_of(block)) not in shared
+        return float(change), whole, block.kind == "gradients", id(block) in all_heads
 
     return {name: [about(*one) for one in _ordered(memory.changes[begin:end])] for name, (begin, end) in ends.items()}
+
+
+def _module_of(block: Block) -> str:
+    return block.where.split(" ")[0]
 
 
 def _ordered(changes: Sequence[tuple[Block, int]]) -> Iterator[tuple[Block, int]]:
