@@ -39,6 +39,7 @@ class Constants:
         pp_overlapped: What is left of messages between stages that overlap.
         dp_overlapped: Part of the last backward that hides the reduction.
         flash: Rate of flash attention's later releases, as a multiple of its first and of SDPA's.
+        t_fetch: Host time in which ZeRO 3 other than FSDP fetches and frees a block's parameters, in each of its passes.
         cpu_adam: Parameters per second that a node's host updates.
         update_s: Of the optimizer for each parameter on the device; 0 is the time of its memory traffic.
     """
@@ -65,6 +66,7 @@ class Constants:
     pp_overlapped: float
     dp_overlapped: float
     flash: float
+    t_fetch: float
     cpu_adam: float
     update_s: float = 0.0
 

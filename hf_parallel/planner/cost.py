@@ -113,7 +113,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     backward += _summed(block.parameters, place)
     launched, launched_back = KERNELS[spec.kernels].launched
     forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
-    calls = 2 * (spec.tp > 1) * c.t_call
+    calls = 2 * (spec.tp > 1) * c.t_call + (spec.zero == 3 and spec.engine != "fsdp2") * c.t_fetch
     host = launched * c.t_kernel + calls
     host_back = launched_back * c.t_kernel + calls + (host if spec.recompute == "full" else 0.0)
     whole = max(forward + messages, host), max(backward + again + messages_back, host_back)
