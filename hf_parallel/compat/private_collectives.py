@@ -10,11 +10,11 @@ import re
 import sys
 import tempfile
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping
+    from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
     from torch import Tensor, device, dtype
     from torch.distributed import ProcessGroup, Work
@@ -74,6 +74,8 @@ def blocked_ranks() -> list[int] | None:
 
 RECORD_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the name before torch 2.8
 RECORD_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# Bytes from which messages of their own are faster than one collective that copies.
+WORTH_MESSAGES: Final = 1 << 16
 
 
 def record_collectives(environment: MutableMapping[str, str]) -> None:
@@ -112,13 +114,55 @@ class Pending(Protocol):
         ...
 
 
-def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
-    """Begin to gather the ranks' `mine`, f[n], into `whole`, f[N n]; torch 2.13 gave the function another name."""
+def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Pending | None:
+    """Begin to gather the ranks' `mine`, f[n], into `whole`, f[N n], of which it may be this rank's part.
+
+    gloo's own copies all of it once more (torch 2.13), so two ranks send each other theirs.
+    """
+    if group.size() != 2 or mine.nbytes < WORTH_MESSAGES or not _sends_by_gloo(mine, group):
+        return _gather(whole, mine, group)
+    parts, rank = whole.view(2, -1), group.rank()
+    if parts[rank].data_ptr() != mine.data_ptr():
+        parts[rank].copy_(mine)
+    return _Messages([(mine, parts[1 - rank], 1 - rank)], group)
+
+
+def _gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
+    """The same by one collective; torch 2.13 gave the function another name."""
     import torch.distributed as dist
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: Work | None = gather(whole, mine, group=group, async_op=True)
     return work
+
+
+def _sends_by_gloo(tensor: Tensor, group: ProcessGroup) -> bool:
+    """Whether messages between two ranks are gloo's, which has them of host memory only."""
+    import torch.distributed as dist
+
+    return "gloo" in dist.get_backend(group) and tensor.device.type == "cpu"
+
+
+class _Messages:
+    """Messages to and from other ranks.
+
+    Args:
+        pairs: What goes to a rank, what comes from it, and the rank, counted in the group; kept until all has arrived.
+        group: The ranks.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], group: ProcessGroup) -> None:
+        import torch.distributed as dist
+
+        self._kept = pairs
+        batch = [dist.P2POp(dist.isend, sent, group=group, group_peer=peer) for sent, _, peer in pairs]
+        batch += [dist.P2POp(dist.irecv, received, group=group, group_peer=peer) for _, received, peer in pairs]
+        self._works = dist.batch_isend_irecv(batch)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._kept = ()
 
 
 def rows_of_ranks(mine: Tensor, group: ProcessGroup) -> Tensor:
@@ -127,7 +171,7 @@ def rows_of_ranks(mine: Tensor, group: ProcessGroup) -> Tensor:
     An all-reduce of gloo sends two messages one after the other for each of these (torch 2.13): twice the wait over a slow network.
     """
     rows = mine.reshape(1, -1).repeat(group.size(), 1)
-    work = all_gather_flat(rows.view(-1), mine.reshape(-1), group)
+    work = _gather(rows.view(-1), mine.reshape(-1), group)
     if work is not None:
         work.wait()
     return rows
@@ -142,30 +186,48 @@ def reduce_scatter_flat(
     """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`.
 
     On gloo, whose own sends the bytes of an all-reduce (torch 2.13), ranks exchange parts and whoever waits sums them; `empty` makes the
-    memory for these.
+    memory for these. `whole` is to be left alone until then.
     """
     import torch.distributed as dist
 
-    if "gloo" in dist.get_backend(group):
-        parts = whole.new_empty(whole.numel()) if empty is None else empty(whole.numel(), whole.dtype, whole.device)
+    if "gloo" not in dist.get_backend(group):
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work: Work | None = scatter(mine, whole, group=group, async_op=True)
+        return work
+    parts = whole.new_empty(whole.numel()) if empty is None else empty(whole.numel(), whole.dtype, whole.device)
+    rows, own = parts.view(group.size(), -1), whole.view(group.size(), -1)
+    if not _sends_by_gloo(whole, group):
         sent = dist.all_to_all_single(parts, whole, group=group, async_op=True)
-        return _PartsToSum(sent, parts.view(group.size(), -1), mine)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: Work | None = scatter(mine, whole, group=group, async_op=True)
-    return work
+        return _PartsToSum(sent, rows, None, group.rank(), mine)
+    others = [peer for peer in range(group.size()) if peer != group.rank()]
+    messages = _Messages([(own[peer], rows[peer], peer) for peer in others], group)
+    return _PartsToSum(messages, rows, own[group.rank()], group.rank(), mine)
 
 
 class _PartsToSum:
-    """The ranks' parts on their way here, f[N, n]; `wait` sums them into `mine`, f[n]."""
+    """The ranks' parts on their way here; `wait` sums them.
 
-    def __init__(self, work: Pending | None, parts: Tensor, mine: Tensor) -> None:
-        self._work, self._parts, self._mine = work, parts, mine
+    Args:
+        work: Until they are here.
+        parts: Where they arrive, f[N, n].
+        own: This rank's part, f[n], if it is not among them.
+        rank: This rank.
+        mine: What will hold the sum, f[n].
+    """
+
+    def __init__(self, work: Pending | None, parts: Tensor, own: Tensor | None, rank: int, mine: Tensor) -> None:
+        self._work, self._parts, self._own, self._rank, self._mine = work, parts, own, rank, mine
 
     def wait(self) -> None:
         import torch
 
         if self._work is not None:
             self._work.wait()
+        if self._own is not None and len(self._parts) == 2:
+            torch.add(self._own, self._parts[1 - self._rank], out=self._mine)
+            return
+        if self._own is not None:
+            self._parts[self._rank] = self._own
         torch.sum(self._parts, 0, out=self._mine)
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_parallel.compat.private_collectives import Pending
 from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.monitor.recorder import Recorder
@@ -43,7 +43,7 @@ class LateGather:
     ) -> None:
         self._recorder = recorder
         self.at_once = False
-        self._works: dict[int, dist.Work] = {}
+        self._works: dict[int, Pending] = {}
         self._waiting = waiting
         self._running: Counter[int] = Counter()  # ids of parameters whose module is being called
         self._foreign: set[int] = set()
@@ -73,7 +73,7 @@ class LateGather:
         """Whether some flat buffers may not be complete yet."""
         return bool(self._works)
 
-    def put(self, works: Sequence[dist.Work | None]) -> None:
+    def put(self, works: Sequence[Pending | None]) -> None:
         """The gathers of all flat buffers, in order, have begun."""
         self._works = {index: work for index, work in enumerate(works) if work is not None}
         if self.at_once:

@@ -120,7 +120,8 @@ class ZeroPartition:
             shard.counted = counted_pieces(shard, counted)
         self._buckets = buckets
         unstepped = take_over(optimizer, self.shards)
-        self._kernel = FusedOnHost(optimizer) if host is not None else None
+        on_host = any(shard.master.device.type == "cpu" for shard in self.shards)
+        self._kernel = FusedOnHost(optimizer) if on_host else None
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._packer = Packer(buckets, self._pool, flagged=False)

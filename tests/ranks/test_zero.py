@@ -156,8 +156,8 @@ def resume_rank(rank: int, world_size: int) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).to(torch.bfloat16)
     masters = [p.detach().float() for p in model.parameters()]
     reference = [nn.Parameter(p.clone()) for p in masters]
-    expected = torch.optim.AdamW(reference, lr=1e-2, weight_decay=0.1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    expected = torch.optim.AdamW(reference, lr=1e-2, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)  # fused, as nobody says otherwise
     part = ZeroPartition(
         optimizer, list(model.named_parameters()), dist.group.WORLD, stage=1, traffic=Traffic(bucket_bytes=40000)
     )
@@ -196,6 +196,26 @@ def test_half_precision_parameters_have_fp32_copies_and_the_bytes_of_the_table(
     world_size: int, tmp_path: Path
 ) -> None:
     run_ranks(resume_rank, world_size, tmp_path=tmp_path)
+
+
+def kernel_rank(rank: int, world_size: int) -> list[tuple[bool | None, bool | None]]:
+    """Whether AdamW is fused while it steps, and after; of one whose user says nothing and of one who chose."""
+    found = []
+    for options in ({}, {"fused": False}, {"foreach": True}):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        part = ZeroPartition(optimizer, list(model.named_parameters()), dist.group.WORLD)
+        stepping: list[bool | None] = []
+        optimizer.register_step_pre_hook(lambda own, *args, seen=stepping: seen.append(own.param_groups[0]["fused"]))
+        model(torch.ones(1, 8)).sum().backward()
+        part.reduce(1.0 / world_size)
+        optimizer.step()
+        found.append((stepping[0], optimizer.param_groups[0]["fused"]))
+    return found
+
+
+def test_parts_in_host_memory_are_stepped_on_by_the_fused_kernel_unless_another_was_chosen(tmp_path: Path) -> None:
+    assert run_ranks(kernel_rank, 2, tmp_path=tmp_path)[0] == [(True, None), (False, False), (None, None)]
 
 
 class Borrower(nn.Module):

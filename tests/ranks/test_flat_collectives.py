@@ -1,0 +1,75 @@
+"""Flat buffers are gathered and summed by messages where gloo's own collectives copy too much; values and calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_runner import run_ranks
+
+from hf_parallel.compat.private_collectives import WORTH_MESSAGES, all_gather_flat, reduce_scatter_flat
+
+
+LARGE = WORTH_MESSAGES // 2  # elements, of 2 bytes and more
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def gathering_rank(rank: int, world_size: int) -> dict[str, int]:
+    calls: Counter[str] = Counter()
+    batch: Any = dist.batch_isend_irecv
+
+    def counted(operations: Any) -> Any:
+        calls["messages"] += 1
+        return batch(operations)
+
+    dist.batch_isend_irecv = counted
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for numel in (3, LARGE, 4 * LARGE):
+            wanted = torch.cat([values(other, numel, dtype) for other in range(world_size)])
+            in_place, apart = torch.empty_like(wanted), torch.empty_like(wanted)
+            mine = in_place.view(world_size, -1)[rank]
+            mine.copy_(values(rank, numel, dtype))
+            # Several are under way at once, and the first is not the first to be waited for.
+            works = [all_gather_flat(whole, mine, dist.group.WORLD) for whole in (in_place, apart)]  # type: ignore[arg-type]
+            for work in reversed(works):
+                assert work is not None
+                work.wait()
+            assert torch.equal(in_place, wanted)
+            assert torch.equal(apart, wanted)
+    dist.batch_isend_irecv = batch
+    return dict(calls)
+
+
+@pytest.mark.parametrize(("world_size", "calls"), [(2, {"messages": 2 * (2 + 2 + 1)}), (3, {})])
+def test_two_ranks_gather_large_buffers_by_messages(world_size: int, calls: dict[str, int], tmp_path: Path) -> None:
+    assert run_ranks(gathering_rank, world_size, tmp_path=tmp_path) == [calls] * world_size
+
+
+def summing_rank(rank: int, world_size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        sent = [values(rank + 10 * number, 5 * world_size, dtype) for number in range(3)]
+        kept = [one.clone() for one in sent]
+        mine = [torch.empty(5, dtype=dtype) for _ in sent]
+        works = [reduce_scatter_flat(own, whole, dist.group.WORLD) for own, whole in zip(mine, sent, strict=True)]  # type: ignore[arg-type]
+        for work in reversed(works):
+            assert work is not None
+            work.wait()
+        for number, (own, whole, before) in enumerate(zip(mine, sent, kept, strict=True)):
+            parts = [
+                values(other + 10 * number, 5 * world_size, dtype).view(world_size, -1) for other in range(world_size)
+            ]
+            # In the order of the ranks, whose sum of half-precision numbers is rounded once.
+            assert torch.equal(own, torch.stack([part[rank] for part in parts]).sum(0))
+            assert torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parts_are_summed_where_they_belong(world_size: int, tmp_path: Path) -> None:
+    run_ranks(summing_rank, world_size, tmp_path=tmp_path)
