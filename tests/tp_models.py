@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from hf_parallel.compat import private_collectives
 from hf_parallel.tensor_parallel.plan import verify_model
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
@@ -141,24 +142,35 @@ def assert_equal_to_one_process(got: dict[str, Tensor], expected: dict[str, Tens
         assert error <= tolerance, f"{name}: relative error {error:.2g}"
 
 
+# Where a collective begins; on gloo two ranks sum small tensors, and all ranks parts of one, by messages to each other.
+BEGINNINGS: dict[str, list[tuple[Any, str]]] = {
+    "all_reduce": [(dist, "all_reduce"), (private_collectives, "_SumOfTwo")],
+    "reduce_scatter": [(private_collectives, "_PartsToSum")],
+}
+
+
 class Counter:
     """Counts calls of a collective while it is installed."""
 
     def __init__(self, name: str) -> None:
         self.calls = 0
-        self._original: Callable[..., Any] = getattr(dist, name)
-        self._patch: AbstractContextManager[Any] = mock.patch.object(dist, name, self)
+        self._patches = ExitStack()
+        self._places = BEGINNINGS.get(name, [(dist, name)])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self._original(*args, **kwargs)
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        return call
 
     def __enter__(self) -> Counter:
-        self._patch.__enter__()
+        for where, name in self._places:
+            self._patches.enter_context(mock.patch.object(where, name, self._counted(getattr(where, name))))
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._patch.__exit__(*exc)
+        self._patches.close()
 
 
 def check_on_ranks(model: nn.Module, plan: TPPlan, group: Any, tp_rank: int, sample: Mapping[str, Any]) -> None:

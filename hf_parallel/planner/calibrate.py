@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from hf_parallel.compat.private_collectives import all_reduce_flat, wait_for
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine.facts import cores
 from hf_parallel.memory.layers import with_layers
@@ -299,6 +300,7 @@ def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
+    world: Any = dist.group.WORLD
     small, large = (torch.zeros(n, device=clock.device) for n in (2, 2**24 if clock.device.type == "cuda" else 2**20))
 
     def hop(tensor: Any) -> None:
@@ -328,7 +330,7 @@ def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
         for _ in range(ROUNDS):
             compute()
             if tensor is not None:
-                dist.all_reduce(tensor)
+                wait_for(all_reduce_flat(tensor, world))
 
     computed = clock(between)
     latency, whole = ((clock(lambda t=t: between(t)) - computed) / ROUNDS for t in (small, large))  # type: ignore[misc]

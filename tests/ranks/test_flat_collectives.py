@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
 
-from hf_parallel.compat.private_collectives import WORTH_MESSAGES, all_gather_flat, reduce_scatter_flat
+from hf_parallel.compat.private_collectives import (
+    WORTH_HALVES,
+    WORTH_MESSAGES,
+    all_gather_flat,
+    all_reduce_flat,
+    reduce_scatter_flat,
+)
 
 
 LARGE = WORTH_MESSAGES // 2  # elements, of 2 bytes and more
@@ -50,6 +56,23 @@ def gathering_rank(rank: int, world_size: int) -> dict[str, int]:
 @pytest.mark.parametrize(("world_size", "calls"), [(2, {"messages": 2 * (2 + 2 + 1)}), (3, {})])
 def test_two_ranks_gather_large_buffers_by_messages(world_size: int, calls: dict[str, int], tmp_path: Path) -> None:
     assert run_ranks(gathering_rank, world_size, tmp_path=tmp_path) == [calls] * world_size
+
+
+def reducing_rank(rank: int, world_size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in (1, 1000, WORTH_HALVES // dtype.itemsize, WORTH_HALVES):
+            sums = [values(rank + 10 * number, numel, dtype) for number in range(3)]
+            works = [all_reduce_flat(one, dist.group.WORLD) for one in sums]  # type: ignore[arg-type]
+            for number in reversed(range(3)):
+                work = works[number]
+                assert work is not None
+                work.wait()
+                wanted = sum(values(other + 10 * number, numel, dtype) for other in range(world_size))
+                assert torch.equal(sums[number], wanted)  # type: ignore[arg-type]  # the same bits on both
+
+
+def test_small_sums_are_the_same_on_both_ranks(tmp_path: Path) -> None:
+    run_ranks(reducing_rank, 2, tmp_path=tmp_path)
 
 
 def summing_rank(rank: int, world_size: int) -> None:

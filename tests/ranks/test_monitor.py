@@ -263,18 +263,21 @@ def counted(
     """Logs of a run, and the bytes that its layers hand to collectives over shards in each step."""
     import torch.distributed as dist
 
+    from hf_parallel.compat import private_collectives
+
     handed, steps = [0], []
-    for name in ("all_reduce", "all_gather", "all_to_all_single"):
-        own = getattr(dist, name)
+    places = {"all_reduce": dist, "all_gather": dist, "all_to_all_single": dist, "_SumOfTwo": private_collectives}
+    for name, place in places.items():
+        own = getattr(place, name)
 
         def counting(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
-            tensor = args[0] if name == "all_reduce" else args[1]
+            tensor = args[0] if name in ("all_reduce", "_SumOfTwo") else args[1]
             # Else it is no layer's: losses, norms, digests.
             if name == "all_to_all_single" or (tensor.ndim > 1 and tensor.dtype == torch.float32):
                 handed[0] += tensor.nbytes
             return own(*args, **kwargs)
 
-        setattr(dist, name, counting)
+        setattr(place, name, counting)
 
     class Steps(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:

@@ -32,6 +32,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients, accumulate
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
+from hf_parallel.tensor_parallel.run import functions
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
@@ -262,12 +263,12 @@ class Events(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
-        self._start = dist.all_reduce
+        self._start = functions.all_reduce_flat
 
-    def all_reduce(self, tensor: Tensor, **kwargs: Any) -> Any:
+    def all_reduce(self, tensor: Tensor, group: Any) -> Any:
         self.seen.append("start")
-        work = self._start(tensor, **kwargs)
-        return mock.Mock(wait=lambda: (self.seen.append("wait"), work.wait())) if kwargs.get("async_op") else work
+        work: Any = self._start(tensor, group)
+        return mock.Mock(wait=lambda: (self.seen.append("wait"), work.wait()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -280,7 +281,7 @@ def overlap(rank: int, world_size: int) -> None:
     for case in ("llama", "gpt2", "phi3"):
         model, plan = sharded(case, rank)
         loss = model(**tiny_batch(), use_cache=False).loss
-        with Events() as events, mock.patch.object(dist, "all_reduce", events.all_reduce):
+        with Events() as events, mock.patch.object(functions, "all_reduce_flat", events.all_reduce):
             loss.backward()
         names = {name: tuple(p.shape) for name, p in model.named_parameters()}
         first_columns = {names[f"{pair.columns[0]}.weight"] for pair in plan.pairs}

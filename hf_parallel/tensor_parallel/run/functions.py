@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from hf_parallel.compat.private_collectives import wait_for
+from hf_parallel.compat.private_collectives import all_reduce_flat, wait_for
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.layout import split_units
@@ -282,7 +282,7 @@ def start_sum(x: Tensor, group: TPGroup) -> Callable[[], Tensor]:
         return lambda: total
     x = x.contiguous()
     bare = group.bare if isinstance(group, Metered) else group
-    work = dist.all_reduce(x, group=bare, async_op=True)
+    work = all_reduce_flat(x, bare)
 
     def wait() -> Tensor:
         communicate(group, x.nbytes, lambda bare: wait_for(work))
@@ -306,7 +306,7 @@ def sum_over(x: Tensor, group: TPGroup, *, widens: bool = False) -> Tensor:
     if isinstance(group, VirtualGroup):
         return torch.stack(group.exchange(x)).sum(0)
     total = x.clone(memory_format=torch.contiguous_format)
-    communicate(group, total.nbytes, lambda bare: dist.all_reduce(total, group=bare))
+    communicate(group, total.nbytes, lambda bare: wait_for(all_reduce_flat(total, bare)))
     return total
 
 
