@@ -175,7 +175,7 @@ class _Messages:
         self._kept = pairs
         batch = [dist.P2POp(dist.isend, sent, group=group, group_peer=peer) for sent, _, peer in pairs]
         batch += [dist.P2POp(dist.irecv, received, group=group, group_peer=peer) for _, received, peer in pairs]
-        self._works = dist.batch_isend_irecv(batch)
+        self._works = dist.batch_isend_irecv(batch) if batch else []  # of one rank there are none
 
     def wait(self) -> None:
         for work in self._works:
