@@ -50,8 +50,13 @@ def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
     return None, None
 
 
-def wait_for(work: Work | Pending | None) -> None:
-    """Wait for a collective that was begun, where `blocked_collective` sees it: torch's own wait leaves no frame."""
+def wait_for(work: Work | Pending | None, group: ProcessGroup | None = None) -> None:
+    """Wait for a collective that was begun, where `blocked_collective` sees it: torch's own wait leaves no frame.
+
+    Args:
+        work: The collective.
+        group: Its ranks, which `blocked_ranks` then knows.
+    """
     if work is not None:
         work.wait()
 
@@ -65,7 +70,9 @@ def blocked_ranks() -> list[int] | None:
 
     own = threading.get_ident()
     for thread, frame in sys._current_frames().items():
-        if thread != own and frame.f_globals is vars(distributed_c10d) and "group" in frame.f_code.co_varnames:
+        is_waiting = frame.f_code is wait_for.__code__ and frame.f_locals.get("group") is not None
+        is_inside = frame.f_globals is vars(distributed_c10d) and "group" in frame.f_code.co_varnames
+        if thread != own and (is_waiting or is_inside):
             try:
                 return list(get_process_group_ranks(frame.f_locals.get("group")))
             except (RuntimeError, ValueError, KeyError):  # a group that is gone, or not this process's
@@ -161,6 +168,10 @@ def _sends_by_gloo(tensor: Tensor, group: ProcessGroup) -> bool:
     return "gloo" in dist.get_backend(group) and tensor.device.type == "cpu"
 
 
+# Messages that nobody has waited for yet. Where an exception ends a step nobody will, but the other rank's still have to arrive.
+_BEGUN: set[_Messages] = set()
+
+
 class _Messages:
     """Messages to and from other ranks.
 
@@ -172,15 +183,17 @@ class _Messages:
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], group: ProcessGroup) -> None:
         import torch.distributed as dist
 
-        self._kept = pairs
+        self._kept, self._group = pairs, group
         batch = [dist.P2POp(dist.isend, sent, group=group, group_peer=peer) for sent, _, peer in pairs]
         batch += [dist.P2POp(dist.irecv, received, group=group, group_peer=peer) for _, received, peer in pairs]
         self._works = dist.batch_isend_irecv(batch) if batch else []  # of one rank there are none
+        _BEGUN.add(self)
 
     def wait(self) -> None:
         for work in self._works:
-            wait_for(work)
+            wait_for(work, self._group)
         self._kept = ()
+        _BEGUN.discard(self)
 
 
 class _SumOfTwo:

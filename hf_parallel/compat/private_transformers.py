@@ -7,7 +7,7 @@ import copy
 import inspect
 import sys
 from dataclasses import fields
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -304,8 +304,8 @@ def makes_inputs_trained(hook: Any) -> bool:
     """Whether it is the hook that `enable_input_require_grads` puts on embeddings, as activation checkpointing does."""
     from transformers import PreTrainedModel
 
-    stock = inspect.unwrap(PreTrainedModel.enable_input_require_grads)
-    return getattr(hook, "__code__", None) in stock.__code__.co_consts[1:]
+    stock = inspect.unwrap(PreTrainedModel.enable_input_require_grads).__code__.co_consts
+    return isinstance(hook, FunctionType) and any(hook.__code__ is one for one in stock)
 
 
 def copy_activation_checkpointing(module: nn.Module, target: nn.Module) -> None:

@@ -80,9 +80,11 @@ class FusedOnHost:
     def __init__(self, optimizer: Optimizer) -> None:
         self._changed: list[dict[str, object]] = []
         self._applies = type(optimizer) in (Adam, AdamW)
+        optimizer.register_state_dict_pre_hook(lambda own: self.after())
 
     def before(self, groups: Iterable[dict[str, object]]) -> None:
         """A step begins."""
+        self.after()  # one that raised has not ended
         if self._applies:
             free = ("fused", "foreach")
             self._changed = [

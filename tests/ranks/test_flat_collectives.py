@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,26 @@ def summing_rank(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parts_are_summed_where_they_belong(world_size: int, tmp_path: Path) -> None:
     run_ranks(summing_rank, world_size, tmp_path=tmp_path)
+
+
+def dropping_rank(rank: int, world_size: int) -> None:
+    world: Any = dist.group.WORLD
+    for numel in (10, LARGE):
+        for begin in (
+            lambda x: all_reduce_flat(x, world),
+            lambda x: reduce_scatter_flat(torch.empty(x.numel() // 2), x, world),
+            lambda x: all_gather_flat(torch.empty(2 * x.numel()), x, world),
+        ):
+            begin(torch.ones(numel))  # an exception ends the step before anybody waits
+            time.sleep(0.2 * rank)
+            total = torch.ones(numel)
+            dist.all_reduce(total)
+            assert torch.equal(total, torch.full_like(total, 2.0))
+            work = all_reduce_flat(total, world)
+            assert work is not None
+            work.wait()
+            assert torch.equal(total, torch.full_like(total, 4.0))
+
+
+def test_what_nobody_waits_for_holds_up_nobody(tmp_path: Path) -> None:
+    run_ranks(dropping_rank, 2, tmp_path=tmp_path, timeout=60)

@@ -218,6 +218,29 @@ def test_parts_in_host_memory_are_stepped_on_by_the_fused_kernel_unless_another_
     assert run_ranks(kernel_rank, 2, tmp_path=tmp_path)[0] == [(True, None), (False, False), (None, None)]
 
 
+def raising_rank(rank: int, world_size: int) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    part = ZeroPartition(optimizer, list(model.named_parameters()), dist.group.WORLD)
+
+    def closure() -> float:
+        raise ValueError
+
+    for saved in (False, True):
+        with pytest.raises(ValueError):  # noqa: PT011 - the closure's own
+            optimizer.step(closure)
+        if saved:
+            assert optimizer.state_dict()["param_groups"][0]["fused"] is None
+        model(torch.ones(1, 8)).sum().backward()
+        part.reduce(1.0 / world_size)
+        optimizer.step()
+        assert optimizer.param_groups[0]["fused"] is None
+
+
+def test_a_step_that_raises_leaves_the_kernel_to_its_user(tmp_path: Path) -> None:
+    run_ranks(raising_rank, 2, tmp_path=tmp_path)
+
+
 class Borrower(nn.Module):
     """A module that computes with a parameter of another one, which it does not call."""
 

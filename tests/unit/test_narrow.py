@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,6 +141,17 @@ def hooked(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda module, args, output: None)
 
 
+def hooked_by_partial(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(functools.partial(lambda own, module, args, output: None, 1))
+
+
+def hooked_by_object(model: Any) -> None:
+    class Hook:
+        def __call__(self, *args: Any) -> None: ...
+
+    model.model.layers[0].register_full_backward_hook(Hook())
+
+
 def patched(model: Any) -> None:
     model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
 
@@ -175,7 +187,19 @@ def resized(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [hooked, patched, patched_below, other_setting, other_scale, own_setting, other_class, untied, resized],
+    [
+        hooked,
+        hooked_by_partial,
+        hooked_by_object,
+        patched,
+        patched_below,
+        other_setting,
+        other_scale,
+        own_setting,
+        other_class,
+        untied,
+        resized,
+    ],
 )
 def test_a_model_that_is_not_what_its_config_describes_is_tried_as_it_is(change: Any) -> None:
     model = wide("llama_tied")

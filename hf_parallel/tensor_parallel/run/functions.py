@@ -285,7 +285,7 @@ def start_sum(x: Tensor, group: TPGroup) -> Callable[[], Tensor]:
     work = all_reduce_flat(x, bare)
 
     def wait() -> Tensor:
-        communicate(group, x.nbytes, lambda bare: wait_for(work))
+        communicate(group, x.nbytes, lambda bare: wait_for(work, bare))
         return x
 
     return wait
@@ -306,7 +306,7 @@ def sum_over(x: Tensor, group: TPGroup, *, widens: bool = False) -> Tensor:
     if isinstance(group, VirtualGroup):
         return torch.stack(group.exchange(x)).sum(0)
     total = x.clone(memory_format=torch.contiguous_format)
-    communicate(group, total.nbytes, lambda bare: wait_for(all_reduce_flat(total, bare)))
+    communicate(group, total.nbytes, lambda bare: wait_for(all_reduce_flat(total, bare), bare))
     return total
 
 
