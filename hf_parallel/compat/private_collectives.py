@@ -84,9 +84,8 @@ RECORD_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the s
 RECORD_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # Bytes from which messages of their own are faster than one collective that copies.
 WORTH_MESSAGES: Final = 1 << 16
-WORTH_HALVES: Final = (
-    1 << 19
-)  # bytes up to which two ranks sum faster by one message each than by two of half the size
+# Bytes up to which two ranks sum faster by one message each than by two of half the size.
+WORTH_HALVES: Final = 1 << 19
 
 
 def record_collectives(environment: MutableMapping[str, str]) -> None:
@@ -125,17 +124,22 @@ class Pending(Protocol):
         ...
 
 
-def all_reduce_flat(x: Tensor, group: ProcessGroup) -> Pending | None:
+def all_reduce_flat(x: Tensor, group: ProcessGroup, *, async_op: bool = True) -> Pending | None:
     """Begin to replace `x`, contiguous, by its sum over the ranks, the same bits on all.
 
     gloo sends halves of it in two messages one after the other (torch 2.13), and each waits for a thread to wake up. Two ranks send
     each other small tensors whole, which are as many bytes.
+
+    Args:
+        x: The tensor.
+        group: The ranks.
+        async_op: As of torch, whose collective ends before it returns without it, on the stream that is current.
     """
     import torch.distributed as dist
 
     if group.size() == 2 and x.nbytes <= WORTH_HALVES and _sends_by_gloo(x, group):
         return _SumOfTwo(x, group)
-    work: Work | None = dist.all_reduce(x, group=group, async_op=True)
+    work: Work | None = dist.all_reduce(x, group=group, async_op=async_op)
     return work
 
 
@@ -149,7 +153,7 @@ def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Pending
     parts, rank = whole.view(2, -1), group.rank()
     if parts[rank].data_ptr() != mine.data_ptr():
         parts[rank].copy_(mine)
-    return _Messages([(mine, parts[1 - rank], 1 - rank)], group)
+    return Exchange([(mine, 1 - rank)], [(parts[1 - rank], 1 - rank)], group)
 
 
 def _gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
@@ -169,30 +173,34 @@ def _sends_by_gloo(tensor: Tensor, group: ProcessGroup) -> bool:
 
 
 # Messages that nobody has waited for yet. Where an exception ends a step nobody will, but the other rank's still have to arrive.
-_BEGUN: set[_Messages] = set()
+_BEGUN: set[Exchange] = set()
 
 
-class _Messages:
-    """Messages to and from other ranks.
+class Exchange:
+    """Messages to and from other ranks, in one batch; tensors are kept until all has arrived.
 
     Args:
-        pairs: What goes to a rank, what comes from it, and the rank, counted in the group; kept until all has arrived.
+        sends: Tensors, contiguous, each with the rank that gets it, counted in the group.
+        receives: Tensors to be filled, each with the rank that sends it.
         group: The ranks.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], group: ProcessGroup) -> None:
+    def __init__(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: ProcessGroup
+    ) -> None:
         import torch.distributed as dist
 
-        self._kept, self._group = pairs, group
-        batch = [dist.P2POp(dist.isend, sent, group=group, group_peer=peer) for sent, _, peer in pairs]
-        batch += [dist.P2POp(dist.irecv, received, group=group, group_peer=peer) for _, received, peer in pairs]
+        self._kept, self._group = [*sends, *receives], group
+        batch = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
+        batch += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
         self._works = dist.batch_isend_irecv(batch) if batch else []  # of one rank there are none
         _BEGUN.add(self)
 
     def wait(self) -> None:
+        """Return when all have arrived; on CUDA, the current stream waits."""
         for work in self._works:
             wait_for(work, self._group)
-        self._kept = ()
+        self._kept = []
         _BEGUN.discard(self)
 
 
@@ -200,8 +208,8 @@ class _SumOfTwo:
     """A tensor on its way to the other of two ranks, and that one's on its way here; `wait` adds it."""
 
     def __init__(self, x: Tensor, group: ProcessGroup) -> None:
-        self._x, self._other = x, x.new_empty(x.shape)
-        self._messages = _Messages([(x, self._other, 1 - group.rank())], group)
+        self._x, self._other, peer = x, x.new_empty(x.shape), 1 - group.rank()
+        self._messages = Exchange([(x, peer)], [(self._other, peer)], group)
 
     def wait(self) -> None:
         self._messages.wait()
@@ -243,7 +251,7 @@ def reduce_scatter_flat(
         sent = dist.all_to_all_single(parts, whole, group=group, async_op=True)
         return _PartsToSum(sent, rows, None, group.rank(), mine)
     others = [peer for peer in range(group.size()) if peer != group.rank()]
-    messages = _Messages([(own[peer], rows[peer], peer) for peer in others], group)
+    messages = Exchange([(own[peer], peer) for peer in others], [(rows[peer], peer) for peer in others], group)
     return _PartsToSum(messages, rows, own[group.rank()], group.rank(), mine)
 
 

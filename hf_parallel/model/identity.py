@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
-from hf_parallel.compat.private_torch import own_buffers, own_modules, own_parameters, runs_around_all_modules
+from hf_parallel.compat.private_torch import (
+    module_hooks,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    runs_around_all_modules,
+)
 from hf_parallel.compat.private_transformers import loss_functions
 from hf_parallel.model.fewer import is_stock
 
@@ -60,7 +66,6 @@ WALKED: Final = (
     "transformers"  # its code is looked at, because people patch and edit it; that of others goes by version
 )
 TABLES: Final = ("_parameters", "_buffers", "_modules")
-HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HANDLES: Final = ("_require_grads_hook", "_require_grads_hooks")  # to remove hooks that are looked at themselves
 # Of libraries, but not what a user may have put in their place.
 FUNCTIONS: Final = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
@@ -112,8 +117,9 @@ def _of_module(name: str, module: nn.Module, code: _Code) -> Iterator[str]:
     yield f"{name}: {[*map(_home, kinds)]} {[*own_modules(module)]}"
     for kind in kinds:
         yield f"{name}: {sorted((key, value) for key, value in vars(kind).items() if type(value) in (int, float, bool, str))}"
+    hooks = {id(table) for table in module_hooks(module)}
     for key, value in sorted(vars(module).items()):
-        if key in HOOKS:  # of libraries; by the number of the handle
+        if id(value) in hooks:  # of libraries; by the number of the handle
             yield f"{name}.{key}={code.of(list(value.values()))}"
         elif key not in TABLES and key not in HANDLES:
             yield f"{name}.{key}={code.of(value)}"

@@ -330,7 +330,7 @@ def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
         for _ in range(ROUNDS):
             compute()
             if tensor is not None:
-                wait_for(all_reduce_flat(tensor, world))
+                wait_for(all_reduce_flat(tensor, world, async_op=False))
 
     computed = clock(between)
     latency, whole = ((clock(lambda t=t: between(t)) - computed) / ROUNDS for t in (small, large))  # type: ignore[misc]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_parallel.compat.private_collectives import Exchange
 from hf_parallel.mesh import backend_for
 from hf_parallel.monitor.recorder import Recorder, silent
 
@@ -30,23 +31,20 @@ class Passing:
     """Messages that are on their way.
 
     Args:
-        works: To wait for.
-        tensors: Kept until the messages have arrived.
+        messages: To wait for; None if there are none.
         recorder: Keeps how long this rank waited.
         landed: What messages fill in host memory, and where it goes.
     """
 
-    works: Sequence[dist.Work]
-    tensors: Messages
+    messages: Exchange | None
     recorder: Recorder
     landed: Sequence[tuple[Tensor, Tensor]] = ()
 
     def wait(self) -> None:
         """Return when all have arrived; on CUDA, the current stream waits."""
-        if self.works:
+        if self.messages is not None:
             with self.recorder.span("sp"):
-                for work in self.works:
-                    work.wait()
+                self.messages.wait()
         for host, target in self.landed:
             target.copy_(host)
 
@@ -106,18 +104,16 @@ class SequenceGroup:
             sends: Tensors, contiguous and left alone until the end, each with the rank that gets it.
             receives: Tensors to be filled, each with the rank that sends it.
         """
-        landed = []
-        if any(x.is_cuda and backend_for(self.bare, "cuda") == "gloo" for x, _ in (*sends, *receives)[:1]):
-            # gloo sends what is in host memory only.
-            sends = [(x.cpu(), peer) for x, peer in sends]
-            staged = [(torch.empty_like(x, device="cpu"), peer) for x, peer in receives]
-            landed = [(host, target) for (host, _), (target, _) in zip(staged, receives, strict=True)]
-            receives = staged
-        batch = [dist.P2POp(dist.isend, x, group=self.bare, group_peer=peer) for x, peer in sends]
-        batch += [dist.P2POp(dist.irecv, x, group=self.bare, group_peer=peer) for x, peer in receives]
+        if not (sends or receives):
+            return Passing(None, self._recorder)
         for x, _ in sends:
             self._recorder.count("sp", x.nbytes)
-        return Passing(dist.batch_isend_irecv(batch) if batch else [], [*sends, *receives], self._recorder, landed)
+        landed = []
+        if (sends or receives)[0][0].is_cuda and backend_for(self.bare, "cuda") == "gloo":  # it sends host memory only
+            sends = [(x.cpu(), peer) for x, peer in sends]
+            landed = [(torch.empty_like(x, device="cpu"), x) for x, _ in receives]
+            receives = [(host, peer) for (host, _), (_, peer) in zip(landed, receives, strict=True)]
+        return Passing(Exchange(sends, receives, self.bare), self._recorder, landed)
 
     @contextmanager
     def _recorded(self, given: Tensor) -> Iterator[None]:

@@ -306,7 +306,7 @@ def sum_over(x: Tensor, group: TPGroup, *, widens: bool = False) -> Tensor:
     if isinstance(group, VirtualGroup):
         return torch.stack(group.exchange(x)).sum(0)
     total = x.clone(memory_format=torch.contiguous_format)
-    communicate(group, total.nbytes, lambda bare: wait_for(all_reduce_flat(total, bare), bare))
+    communicate(group, total.nbytes, lambda bare: wait_for(all_reduce_flat(total, bare, async_op=False), bare))
     return total
 
 

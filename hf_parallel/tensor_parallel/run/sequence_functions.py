@@ -166,9 +166,7 @@ def reduce_scatter_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[in
     total = torch.empty_like(pieces[0])  # pieces (tp, batch, longest part, hidden), total one of them
 
     def scatter(bare: ProcessGroup) -> None:
-        work = reduce_scatter_flat(total.view(-1), pieces.view(-1), bare)
-        if work is not None:
-            wait_for(work)
+        wait_for(reduce_scatter_flat(total.view(-1), pieces.view(-1), bare), bare)
 
     communicate(group, pieces.nbytes, scatter)
     total = total.narrow(dim, 0, sizes[group.rank()]).contiguous()
