@@ -205,9 +205,11 @@ def logits_bytes(size: Size, dtype: torch.dtype, rank: int | None) -> int:
     model = build_model(size, dtype)
     if rank is not None:
         shard(model, rank)
-    head = model.lm_head.weight
+    head = model.lm_head._parameters["weight"]  # this rank's part: read as an attribute, it has the shape of the whole
     with LiveLogits(head.shape[0], head.numel()) as mode:
         model(**build_batch(size)).loss.backward()
+    if not mode.peak:
+        raise RuntimeError(f"{size.name}: no tensor of {head.shape[0]} logits a token was seen; the count sees nothing")
     return mode.peak
 
 
