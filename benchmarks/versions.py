@@ -43,6 +43,7 @@ TESTS = (
     "tests/ranks/test_trainer_parity.py",
     "tests/ranks/test_adapters.py",
     "tests/ranks/test_gradient_reducer.py",
+    "tests/ranks/test_flat_collectives.py",
     "tests/ranks/test_raw_loop.py::test_all_ranks_skip_a_step_that_overflowed_on_one",
     "tests/ranks/test_zero.py::test_a_checkpoint_resumes_on_other_replicas_and_stages",
 )
@@ -55,7 +56,7 @@ class Row:
 
     Args:
         name: For `--rows`.
-        torch: A release, or "newest".
+        torch: A release, or a word as below.
         transformers: "newest"; "newest minor": its first release; "before", "minor before": last and first of the minor before;
             "floor": the first of the range in pyproject.toml.
         accelerate: Likewise.
@@ -77,6 +78,7 @@ ROWS = (
     Row("floor", "2.13.0", "floor", "floor", "minor before"),
     Row("oldest", "2.11.0", "minor before", "minor before", "minor before"),
     Row("oldest-torch", "2.11.0", "newest", "newest", "newest"),
+    Row("torch-before", "before", "newest", "newest", "newest"),
     Row("newest", "newest", "newest", "newest", "newest"),
 )
 
