@@ -209,7 +209,9 @@ def logits_bytes(size: Size, dtype: torch.dtype, rank: int | None) -> int:
     with LiveLogits(head.shape[0], head.numel()) as mode:
         model(**build_batch(size)).loss.backward()
     if not mode.peak:
-        raise RuntimeError(f"{size.name}: no tensor of {head.shape[0]} logits a token was seen; the count sees nothing")
+        raise RuntimeError(
+            f"{size.name}: no tensor of {head.shape[0]} logits a token was seen; the count sees nothing"
+        )
     return mode.peak
 
 

@@ -24,7 +24,7 @@ class Placement:
         links: What joins its ranks.
         sums_in_nodes: Whether gradients are summed inside a node first.
         sent: Axis -> bytes that a rank sends along it in an optimizer step, or those for each rank of a pipeline; of "pp" those to its
-            neighbours, and "ends" those that the first and the last rank of a pipeline send to each other. None: not known.
+            neighbours, of "experts" those of sums of experts that ranks share, and "ends" those that the first and the last rank of a pipeline send to each other. None: not known.
     """
 
     shape: MeshShape
@@ -36,7 +36,7 @@ class Placement:
         """Kind of link -> bytes of a step along an axis, out of the busiest end of one; kinds that carry nothing are left out.
 
         Args:
-            axis: "tp", "sp", "pp" or "dp".
+            axis: "tp", "sp", "ep", "pp" or "dp", which has the sums of experts.
             sent: Of each rank; None for what is known.
         """
         return _busiest(self._out_of_ends(axis, sent))
@@ -45,7 +45,7 @@ class Placement:
     def cost(self) -> tuple[float, ...]:
         """What the busiest end of each kind of link sends, of all axes, the slowest kind first: the smaller, the better."""
         totals: dict[tuple[str, int], float] = {}
-        for axis in ("tp", "sp", "pp", "dp"):  # which may be busiest on different nodes
+        for axis in ("tp", "sp", "ep", "pp", "dp"):  # which may be busiest on different nodes
             for end, size in self._out_of_ends(axis, None).items():
                 totals[end] = totals.get(end, 0.0) + size
         found = _busiest(totals)
@@ -54,12 +54,13 @@ class Placement:
     def _out_of_ends(self, axis: str, sent: float | None) -> dict[tuple[str, int], float]:
         """Kind of link and end of one -> bytes along an axis out of it."""
         totals: dict[tuple[str, int], float] = {}
-        for group in self._groups(axis):
-            each = self._sent(axis, group[0]) if sent is None else sent
-            for sender, receiver, size in self._flows(axis, group, each):
-                kind = self.links.between(sender, receiver)
-                end = kind, self.links.end_of(sender, kind)
-                totals[end] = totals.get(end, 0.0) + size
+        for own in ("dp", "experts") if axis == "dp" and self.shape.ep_size > 1 else (axis,):
+            for group in self._groups(own):
+                each = self._sent(own, group[0]) if sent is None else sent
+                for sender, receiver, size in self._flows(own, group, each):
+                    kind = self.links.between(sender, receiver)
+                    end = kind, self.links.end_of(sender, kind)
+                    totals[end] = totals.get(end, 0.0) + size
         return totals
 
     def _sent(self, axis: str, rank: int) -> float:
@@ -73,6 +74,8 @@ class Placement:
             "sp": lambda d, p, t, s: (d, p, t),
             "pp": lambda d, p, t, s: (d, t, s),
             "dp": lambda d, p, t, s: (p, t),  # the parts of a sequence hold the same weights
+            "ep": lambda d, p, t, s: (d // self.shape.ep_size, p, t, s),
+            "experts": lambda d, p, t, s: (d % self.shape.ep_size, p, t),
         }
         return [group for group in self.shape.groups(keys[axis]) if len(group) > 1]
 
@@ -84,10 +87,10 @@ class Placement:
                 yield after, one, sent / 2
             ends = self._sent("ends", group[0])
             yield from ((group[0], group[-1], ends), (group[-1], group[0], ends)) if ends else ()
-        elif axis == "sp":
+        elif axis in ("sp", "ep"):
             for one, other in permutations(group, 2):
                 yield one, other, sent / (len(group) - 1)
-        elif axis == "dp" and self.sums_in_nodes:
+        elif axis in ("dp", "experts") and self.sums_in_nodes:
             yield from self._in_nodes(group, sent)
         else:
             yield from _ring(group, sent)
@@ -163,7 +166,13 @@ def map_of(placement: Placement, sums: str = "") -> list[str]:
     if not links.differ or shape.world_size == 1:
         return []
     order = f"; neighbours are {_order(shape)}" if shape.pp_size > 1 and shape.dp_size > 1 else ""
-    sizes = {"tp": shape.tp_size, "sp": shape.sp_size, "pp": shape.pp_size, "dp": shape.num_copies}
+    sizes = {
+        "tp": shape.tp_size,
+        "sp": shape.sp_size,
+        "ep": shape.ep_size,
+        "pp": shape.pp_size,
+        "dp": shape.num_copies,
+    }
     lines = [f"links: {links.describe()}{order}"]
     for axis, size in sizes.items():
         if size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -60,7 +61,7 @@ def candidates(request: Request) -> Iterator[LayoutSpec]:
                 continue
             (engine,) = request.values("engine", ("fsdp2" if zero == 3 else "native",))
             (chunked,) = request.values("chunked_loss", (replace(shape, zero=zero, engine=engine).chunks_by_itself,))
-            yield replace(
+            found = replace(
                 shape,
                 zero=zero,
                 engine=engine,
@@ -71,6 +72,17 @@ def candidates(request: Request) -> Iterator[LayoutSpec]:
                 schedule=schedule,
                 stages_per_rank=stages,
             )
+            shares = request.values("ep", _shares_of_experts(request.profile, found))
+            yield from (replace(found, ep=ep) for ep in shares if found.dp % ep == 0)
+
+
+def _shares_of_experts(profile: ModelProfile, spec: LayoutSpec) -> list[int]:
+    """Numbers of replicas that may share experts where this package does it: equally many each."""
+    experts = [kind.num_experts for kind in profile.kinds if kind.routed]
+    other = spec.tp > 1 or spec.sp > 1 or spec.zero > 1 or spec.kernels != "eager" or spec.engine == "deepspeed"
+    if not experts or other or spec.adapters or spec.local_steps > 1 or spec.compression != "none":
+        return [1]
+    return _divisors(math.gcd(spec.dp, *experts))
 
 
 def _shapes(request: Request) -> Iterator[LayoutSpec]:

@@ -37,12 +37,34 @@ def group_of(size: int, stride: int, cluster: Cluster) -> Group:
 
 
 def groups_of(spec: LayoutSpec, cluster: Cluster) -> dict[str, Group]:
-    """The groups of each axis: tp ranks are neighbours, then sp, then so many replicas of a stage, its stages, other replicas."""
+    """The groups of each axis: tp ranks are neighbours, then sp, then so many replicas of a stage, its stages, other replicas.
+
+    "dp" are the ranks that have copies of the same parameters, "ep" those that share the experts of a block, and "experts" those that
+    have copies of the same experts.
+    """
+    copies = _copies_on_node(spec, cluster)
     return {
         "tp": group_of(spec.tp, 1, cluster),
         "sp": group_of(spec.sp, spec.tp, cluster),
-        "dp": Group(spec.dp * spec.sp, _copies_on_node(spec, cluster)),
+        "dp": Group(spec.dp * spec.sp, copies),
+        "ep": Group(spec.ep, min(spec.ep, copies)),
+        "experts": Group(spec.dp * spec.sp // spec.ep, max(1, copies // spec.ep)),
     }
+
+
+def by_copies(parameters: float, experts: float, spec: LayoutSpec, cluster: Cluster) -> list[tuple[float, Group]]:
+    """What a rank holds, and the ranks that have copies of it.
+
+    Args:
+        parameters: Of the rank.
+        experts: Those of them that are of experts.
+        spec: The layout.
+        cluster: The machines.
+    """
+    groups = groups_of(spec, cluster)
+    if spec.ep == 1:
+        return [(parameters, groups["dp"])]
+    return [(parameters - experts, groups["dp"]), (experts, groups["experts"])]
 
 
 def _copies_on_node(spec: LayoutSpec, cluster: Cluster) -> int:
@@ -56,7 +78,7 @@ def _copies_on_node(spec: LayoutSpec, cluster: Cluster) -> int:
 
 def orders_of(spec: LayoutSpec, cluster: Cluster) -> tuple[int, ...]:
     """Numbers of neighbours among which a layout has a choice: a replica's stages side by side, or a stage's replicas on a node."""
-    if spec.dp_inside or not spec.places_replicas or 1 in (spec.pp, spec.dp, cluster.nodes):
+    if spec.dp_inside or spec.ep > 1 or not spec.places_replicas or 1 in (spec.pp, spec.dp, cluster.nodes):
         return (spec.dp_inside,)
     return tuple(sorted({1, math.gcd(spec.dp, max(1, cluster.gpus_per_node // (spec.tp * spec.sp)))}))
 

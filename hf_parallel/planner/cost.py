@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, groups_of, one_way
+from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, by_copies, groups_of, one_way
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
@@ -110,7 +110,9 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     elif spec.recompute == "selective":
         again = core if spec.repeats_attention_alone else products / 2 + kernels
     messages, messages_back = _tensor_messages(profile, block, place)
-    backward += _summed(block.parameters, place)
+    sent, sent_back = _expert_messages(profile, block, place)
+    messages, messages_back = messages + sent, messages_back + sent_back
+    backward += _summed(block.held(spec.ep), place)
     launched, launched_back = KERNELS[spec.kernels].launched
     forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
     calls = 2 * (spec.tp > 1) * c.t_call + (spec.zero == 3 and spec.engine != "fsdp2") * c.t_fetch
@@ -147,11 +149,12 @@ def _product(one: Product, place: Place, *, fp8: bool = True, heads: int = 0) ->
     inputs = one.inputs / (share if one.cut == "row" else 1)
     outputs = one.outputs / (share if one.cut == "column" else 1)
     rate = place.rate * (KERNELS[spec.kernels].fp8 if spec.dtype == "fp8" and fp8 and one.cut != "none" else 1)
+    stored = one.stored / (spec.ep if one.stored > 1 else 1)  # on a rank, which gets the tokens of others for them
     thin = (1 + place.c.thin / inputs + place.c.thin / outputs) * (
-        1 + place.c.few / max(1.0, tokens * one.times / one.stored)
+        1 + place.c.few / max(1.0, tokens * one.times / stored)
     )
     size = spec.element
-    weights = min(one.stored, one.times * tokens)  # experts that some token goes to
+    weights = min(stored, one.times * tokens)  # experts that some token goes to
     traffic = size * (tokens * one.times * (inputs + outputs) + weights * inputs * outputs)
     return 2 * tokens * one.times * inputs * outputs / rate * thin + traffic / place.moved
 
@@ -210,6 +213,17 @@ def _tensor_messages(profile: ModelProfile, block: BlockProfile, place: Place) -
     return forward, backward
 
 
+def _expert_messages(profile: ModelProfile, block: BlockProfile, place: Place) -> tuple[float, float]:
+    """Seconds that tokens are on their way to experts of other ranks and back, forward and backward."""
+    spec, c = place.spec, place.c
+    if spec.ep == 1 or not block.routed:
+        return 0.0, 0.0
+    size = spec.element * place.tokens / spec.tp * block.routed * profile.hidden
+    one = all_to_all(size, groups_of(spec, place.cluster)["ep"], place.cluster, c) + c.t_message
+    forward = 2 * one + c.t_message  # how many tokens come is sent first
+    return forward, 2 * one + (forward if spec.recompute == "full" else 0.0)
+
+
 def _joined(size: float, group: Group, place: Place) -> float:
     """An all-reduce, or with sequence parallelism its two halves."""
     if place.spec.sequence_parallel:
@@ -222,14 +236,14 @@ def _sharded_messages(
 ) -> tuple[float, float]:
     """Passes with what partitioned parameters and gradients send for each micro-batch."""
     spec, cluster, c = place.spec, place.cluster, place.c
-    group = groups_of(spec, cluster)["dp"]
-    if not spec.gathers_each_pass or group.size == 1:
+    if not spec.gathers_each_pass or spec.dp * spec.sp == 1:
         return forward, backward
-    gathered = one_way(
-        min(spec.states[0], 2.0 if spec.dtype != "fp32" else 4.0) * block.parameters / spec.tp, group, cluster, c
-    )
-    trained = spec.trained(profile.parameters / spec.tp) * block.parameters / profile.parameters  # one stage
-    reduced = one_way(min(spec.states[1], 4.0) * trained, group, cluster, c)
+    size = min(spec.states[0], 2.0 if spec.dtype != "fp32" else 4.0) / spec.tp
+    size_back = min(spec.states[1], 4.0) * spec.trained(profile.parameters / spec.tp) / profile.parameters  # one stage
+    gathered = reduced = 0.0
+    for held, group in by_copies(block.held(spec.ep), block.experts / spec.ep, spec, cluster):
+        gathered += one_way(size * held, group, cluster, c)
+        reduced += one_way(size_back * held, group, cluster, c)
     again = gathered if spec.zero == 3 else 0.0
     if not spec.overlap_dp:
         return forward + gathered, backward + again + reduced

@@ -42,7 +42,7 @@ OPTIONAL: Final = (
         "dp_inside",
     ),
 )
-COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
+COUNTS: Final = ("tp", "pp", "dp", "sp", "ep", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
 SWITCHES: Final = ("sequence_parallel", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp")
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
 # an fp32 shard.
@@ -76,6 +76,7 @@ class LayoutSpec:
         pp: Ranks that share the stack of blocks.
         dp: Replicas of these.
         sp: Ranks that share the sequence of a row (Ulysses).
+        ep: Neighbouring replicas that share the experts of each block, a divisor of dp.
         zero: What replicas partition: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
         micro_batch: Rows of one pass.
         num_microbatches: Passes of a replica in an optimizer step.
@@ -109,6 +110,7 @@ class LayoutSpec:
     pp: int = 1
     dp: int = 1
     sp: int = 1
+    ep: int = 1
     zero: int = 0
     micro_batch: int = 1
     num_microbatches: int = 1
@@ -335,6 +337,10 @@ def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
     elif spec.dp_inside and spec.dp % spec.dp_inside:
         found.append(
             f"dp_inside={spec.dp_inside}: every replica has as many neighbours. Set dp_inside to a divisor of dp={spec.dp}."
+        )
+    if spec.dp % spec.ep and (cluster is not None or spec.dp > 1):  # else a search chooses dp
+        found.append(
+            f"ep={spec.ep}: neighbouring replicas share the experts of each block. Set ep to a divisor of dp={spec.dp}."
         )
     if spec.local_steps > 1 and (spec.zero or spec.compression != "none"):
         found.append(

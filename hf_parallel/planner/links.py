@@ -10,7 +10,7 @@ from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.placement import Placement, Sent
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
-from hf_parallel.planner.memory import parameters_of_ranks
+from hf_parallel.planner.memory import experts_of_ranks, parameters_of_ranks
 from hf_parallel.planner.pipeline import placement
 from hf_parallel.planner.predict import COMPRESSED, step_of, tied_bytes
 from hf_parallel.planner.profile import ModelProfile
@@ -30,7 +30,7 @@ class Traffic:
 
 
 def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> dict[str, Traffic]:
-    """What each axis sends, by its name: "tp", "pp", "dp" or "sp".
+    """What each axis sends, by its name: "tp", "pp", "dp", "sp" or "ep".
 
     Collectives are rings, in which every rank sends to its neighbour: of a group on several nodes, one rank of each node
     sends to another node. Gradients of this package's own replicas are summed inside each node first.
@@ -42,11 +42,11 @@ def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: 
         seq_len: Tokens of a row.
     """
     sent = sent_of_ranks(profile, cluster, spec, seq_len)
-    shape = MeshShape(spec.dp, spec.pp, spec.tp, spec.sp, dp_inside=spec.neighbours)
+    shape = MeshShape(spec.dp, spec.pp, spec.tp, spec.sp, spec.ep, spec.neighbours)
     links = Links(cluster.nodes, cluster.gpus_per_node, cluster.gpus_per_node)
     in_nodes = spec.sums_in_nodes and shape.copies_in_nodes(links.ranks_per_node) > 1
     laid = Placement(shape, links, sums_in_nodes=in_nodes, sent=sent)
-    found = {axis: laid.carried(axis) for axis in ("tp", "sp", "dp", "pp")}
+    found = {axis: laid.carried(axis) for axis in ("tp", "sp", "ep", "dp", "pp")}
     return {
         axis: Traffic(own.get(NODE, 0.0), own.get(NETWORK, 0.0)) for axis, own in found.items() if any(own.values())
     }
@@ -55,7 +55,8 @@ def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: 
 def sent_of_ranks(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> Sent:
     """Bytes that the busiest rank sends in an optimizer step, by axis; those of axes with one rank are left out.
 
-    "dp" has a number for each rank of a pipeline. "pp" is what stages send to their neighbours; "ends" is what the first and the
+    "dp" has a number for each rank of a pipeline, and so has "experts", the sums of the gradients of experts that other ranks have,
+    too; "ep" is what travels to experts of other ranks and back. "pp" is what stages send to their neighbours; "ends" is what the first and the
     last rank of a pipeline send to each other.
 
     Args:
@@ -69,12 +70,18 @@ def sent_of_ranks(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq
     sizes = {
         "tp": _of_products(profile, spec, seq_len, counts),
         "sp": _of_sequence(profile, spec, seq_len, counts),
+        "ep": _of_experts(profile, spec, seq_len, counts),
         "pp": _of_results(profile, spec, seq_len),
         "ends": _of_ends(profile, spec, seq_len),
     }
     found: dict[str, float | tuple[float, ...]] = {axis: total for axis, each in sizes.items() if (total := sum(each))}
-    replicas = tuple(sum(_of_replicas(held, spec)) for held in parameters_of_ranks(profile, spec, counts))
-    return found | ({"dp": replicas} if any(replicas) else {})
+    held, routed = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
+    copies = spec.dp * spec.sp
+    if spec.ep > 1:
+        held = [whole - experts for whole, experts in zip(held, routed, strict=True)]
+        found["experts"] = tuple(sum(_of_replicas(one, copies // spec.ep, spec)) for one in routed)
+    found["dp"] = tuple(sum(_of_replicas(one, copies, spec)) for one in held)
+    return {axis: sent for axis, sent in found.items() if not isinstance(sent, tuple) or any(sent)}
 
 
 def _passed(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> float:
@@ -104,10 +111,23 @@ def _of_sequence(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: 
     yield times * blocks * (spec.sp - 1) / spec.sp * spec.element * tokens * width
 
 
-def _of_replicas(parameters: float, spec: LayoutSpec) -> Iterator[float]:
-    """Reductions of the gradients of so many parameters, and gathers of parameters that are partitioned."""
-    shards = spec.dp * spec.sp
-    part = (shards - 1) / shards * parameters
+def _of_experts(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: Sequence[int]) -> Iterator[float]:
+    """Tokens to experts of other ranks and back, forward and backward, and forward again if blocks run again."""
+    routed = max(kind.routed for kind in profile.kinds)
+    times = 6 if spec.recompute == "full" else 4
+    blocks = _blocks_of_a_rank(spec, counts) * spec.num_microbatches
+    yield times * blocks * (spec.ep - 1) / spec.ep * routed / spec.tp * _passed(profile, spec, seq_len)
+
+
+def _of_replicas(parameters: float, copies: int, spec: LayoutSpec) -> Iterator[float]:
+    """Reductions of the gradients of so many parameters, and gathers of parameters that are partitioned.
+
+    Args:
+        parameters: Of a rank.
+        copies: Ranks that have them.
+        spec: The layout.
+    """
+    part = (copies - 1) / copies * parameters
     trained = spec.trained(parameters) / max(parameters, 1.0)
     each = spec.summed if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
     if spec.local_steps > 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -68,14 +69,14 @@ def _bytes_by_formula(
 ) -> dict[str, float]:
     """As `memory_bytes` without overhead, of what other packages run."""
     ranks = placement(spec)
-    held = parameters_of_ranks(profile, spec, counts)
+    held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     kept, working = kept_activations(profile, spec, counts, ranks, seq_len)
     tokens = spec.micro_batch * seq_len / spec.sp
     logits = _loss(profile, spec, tokens)
     logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
     found = []
     for rank in range(spec.pp):
-        terms = _states(held[rank], spec)
+        terms = _states(held[rank], experts[rank], spec)
         terms["activations"] = kept[rank] + working
         terms["logits"] = logits if rank == ranks[-1] else 0.0
         terms["buffers"] = _buffers(profile, held[rank], spec)
@@ -89,8 +90,8 @@ def _own_bytes(
     profile: ModelProfile, recorded: Recorded, spec: LayoutSpec, counts: Sequence[int], seq_len: int
 ) -> dict[str, float]:
     """As `memory_bytes` without overhead, of what this package runs."""
-    held = parameters_of_ranks(profile, spec, counts)
-    states = [_states(one, spec) for one in held]
+    held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
+    states = [_states(own, routed, spec) for own, routed in zip(held, experts, strict=True)]
     sizes = _sizes(profile, spec, counts, seq_len)
     stages = Stages(spec.micro_batch * seq_len, seq_len, placement(spec), counts, sizes)
     if spec.pp == 1:
@@ -140,28 +141,42 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
         counts: Blocks of each stage.
     """
     ranks = placement(spec)
-    held, layer = [0.0] * spec.pp, 0
+    held = _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.ep))
+    held[ranks[0]] += profile.embedding / spec.tp
+    held[ranks[-1]] += 0 if profile.tied and ranks[0] == ranks[-1] else profile.head / spec.tp
+    return held
+
+
+def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
+    """As `parameters_of_ranks`, of experts alone."""
+    return _of_blocks(profile, spec, counts, lambda kind: kind.experts / spec.ep)
+
+
+def _of_blocks(
+    profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], size: Callable[[BlockProfile], float]
+) -> list[float]:
+    """Parameters of the blocks of each rank."""
+    ranks, kinds = placement(spec), iter(profile.layers)
+    found = [0.0] * spec.pp
     for stage, count in enumerate(counts):
-        kinds = profile.layers[layer : layer + count]
-        held[ranks[stage]] += sum(profile.kinds[kind].parameters for kind in kinds)
-        layer += count
-    held[ranks[0]] += profile.embedding
-    held[ranks[-1]] += 0 if profile.tied and ranks[0] == ranks[-1] else profile.head
-    return [one / spec.tp for one in held]
+        found[ranks[stage]] += sum(size(profile.kinds[kind]) for kind in itertools.islice(kinds, count)) / spec.tp
+    return found
 
 
-def _states(parameters: float, spec: LayoutSpec) -> dict[str, float]:
+def _states(parameters: float, experts: float, spec: LayoutSpec) -> dict[str, float]:
+    """Of a rank that holds `parameters`, `experts` of them in experts."""
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
         share = spec.trained(parameters) / max(parameters, 1.0)
         weights = spec.element if spec.state_bytes is None else weights
         gradients, optimizer = gradients * share, optimizer * share
-    shards = spec.dp * spec.sp
+    # Experts are in parts already, of which fewer ranks have copies.
+    shard = (parameters + experts * (spec.ep - 1)) / (spec.dp * spec.sp)
     whole = spec.engine == "fsdp2" and spec.zero > 0  # the shard is all that lasts
     found = {
-        "weights": weights * parameters / (shards if spec.zero == 3 or whole else 1),
-        "gradients": gradients * parameters / (shards if spec.zero >= 2 or whole else 1),
-        "optimizer": optimizer * parameters / (shards if spec.zero >= 1 else 1),
+        "weights": weights * (shard if spec.zero == 3 or whole else parameters),
+        "gradients": gradients * (shard if spec.zero >= 2 or whole else parameters),
+        "optimizer": optimizer * (shard if spec.zero >= 1 else parameters),
     }
     if spec.offload_optimizer != "none":
         found["optimizer"] = 0.0
@@ -175,7 +190,7 @@ def _states(parameters: float, spec: LayoutSpec) -> dict[str, float]:
 def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> float:
     """What is gathered, cast or on its way for a while."""
     element = float(spec.element)
-    block = max(kind.parameters for kind in profile.kinds) / spec.tp
+    block = max(kind.held(spec.ep) for kind in profile.kinds) / spec.tp
     rest = max(profile.embedding, profile.head) / spec.tp
     if spec.dp * spec.sp == 1:  # alone, what is offloaded passes block by block
         return element * min(parameters, GATHERED_BLOCKS * block + rest) if spec.offload_param != "none" else 0.0

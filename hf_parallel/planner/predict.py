@@ -9,7 +9,16 @@ from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.checks import all_of, whole
-from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way, orders_of, sum_in_nodes
+from hf_parallel.planner.collectives import (
+    Group,
+    all_reduce,
+    by_copies,
+    groups_of,
+    hop,
+    one_way,
+    orders_of,
+    sum_in_nodes,
+)
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
 from hf_parallel.planner.hardware import Cluster
@@ -121,6 +130,10 @@ def check_sizes(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> None:
         ConfigError: All such problems at once.
     """
     problems, heads = [], min((kind.heads for kind in profile.kinds if kind.heads), default=0)
+    try:
+        check_experts(profile, spec)
+    except ConfigError as error:
+        problems.append(str(error))
     if spec.pp > 1 and spec.num_stages > len(profile.layers) + 2:
         problems.append(
             f"pp={spec.pp} * stages_per_rank={spec.stages_per_rank} = {spec.num_stages} stages, and the model has "
@@ -137,6 +150,21 @@ def check_sizes(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> None:
         problems.append(f"sp={spec.sp} does not divide seq_len={seq_len}. Set sp to a divisor of it.")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_experts(profile: ModelProfile, spec: LayoutSpec) -> None:
+    """Refuse more ranks that share experts than there are.
+
+    Raises:
+        ConfigError: There are.
+    """
+    experts = max(kind.num_experts for kind in profile.kinds)
+    if spec.ep > experts == 1:
+        raise ConfigError(f"ep={spec.ep}: the model has no experts that replicas could share. Set ep to 1.")
+    if spec.ep > experts:
+        raise ConfigError(
+            f"ep={spec.ep}: the model has {experts} experts, and each rank needs one. Set ep to {experts} or a divisor of it."
+        )
 
 
 def estimate(
@@ -251,12 +279,20 @@ def _between_stages(profile: ModelProfile, place: Place) -> tuple[float, float]:
     return (one * c.pp_overlapped, one * c.pp_overlapped) if spec.overlap_pp else (one, 0.0)
 
 
-def _largest_rank(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> float:
-    """Parameters of the rank that holds most, about: blocks of its stages and the larger table."""
-    mean = sum(profile.kinds[kind].parameters for kind in profile.layers) / len(profile.layers)
+def _largest_rank(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> tuple[float, float]:
+    """Parameters of the rank that holds most, about, and those of them in experts: blocks of its stages and the larger table."""
+    kinds, blocks = [profile.kinds[kind] for kind in profile.layers], sum(counts) / spec.pp / len(profile.layers)
     tables = profile.embedding + (0 if profile.tied else profile.head)
-    share = sum(counts) / spec.pp * mean + tables / min(spec.pp, 2)
-    return share / spec.tp
+    share = blocks * sum(kind.held(spec.ep) for kind in kinds) + tables / min(spec.pp, 2)
+    return share / spec.tp, blocks * sum(kind.experts for kind in kinds) / spec.ep / spec.tp
+
+
+def _trained(profile: ModelProfile, place: Place, counts: Sequence[int]) -> list[tuple[float, Group]]:
+    """Parameters of the rank that holds most which get gradients, and the ranks that have copies of them."""
+    spec = place.spec
+    held, experts = _largest_rank(profile, spec, counts)
+    trained = spec.trained(held)  # adapters are spread evenly
+    return by_copies(trained, experts * trained / held, spec, place.cluster)
 
 
 def tied_bytes(profile: ModelProfile, spec: LayoutSpec) -> float:
@@ -270,38 +306,33 @@ def tied_bytes(profile: ModelProfile, spec: LayoutSpec) -> float:
 def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], blocks: Sequence[Pass]) -> float:
     """Seconds that the gradients of replicas add to a step."""
     spec, cluster, c = place.spec, place.cluster, place.c
-    group = groups_of(spec, cluster)["dp"]
-    if group.size == 1 or spec.gathers_each_pass:
+    if spec.dp * spec.sp == 1 or spec.gathers_each_pass:
         return 0.0
-    parameters = spec.trained(_largest_rank(profile, spec, counts))
+    trained = _trained(profile, place, counts)
     if spec.local_steps > 1:  # the parameters themselves, between two steps
-        return all_reduce(spec.summed * parameters, group, cluster, c) / spec.local_steps
+        return sum(all_reduce(spec.summed * one, group, cluster, c) for one, group in trained) / spec.local_steps
     element = spec.summed if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
-    if spec.zero == 0:
-        summed = sum_in_nodes if spec.sums_in_nodes else all_reduce
-        sent = summed(element * parameters, group, cluster, c)
-    else:
-        sent = one_way(element * parameters, group, cluster, c)
-    gathered = one_way(spec.element * parameters, group, cluster, c) if spec.zero else 0.0
+    reduce = one_way if spec.zero else sum_in_nodes if spec.sums_in_nodes else all_reduce
+    sent = sum(reduce(element * one, group, cluster, c) for one, group in trained)
+    gathered = sum(one_way(spec.element * one, group, cluster, c) for one, group in trained) if spec.zero else 0.0
     if spec.overlap_dp:  # gradients travel in the last backward, parameters in the first forward
         sent = max(sent - c.dp_overlapped * sum(one.backward for one in blocks) / spec.pp, 0.05 * sent)
         gathered = max(gathered - c.dp_overlapped * sum(one.forward for one in blocks) / spec.pp, 0.05 * gathered)
     sent += gathered
     if spec.compression not in ("none", "fp16", "bf16"):
-        sent += 20.0 * parameters / place.moved
+        sent += 20.0 * sum(one for one, _ in trained) / place.moved
     return sent
 
 
 def _update(profile: ModelProfile, place: Place, counts: Sequence[int]) -> float:
     """Seconds of the optimizer, on the device or on the host."""
     spec, cluster, c = place.spec, place.cluster, place.c
-    shards = spec.dp * spec.sp if spec.zero else 1
-    held = _largest_rank(profile, spec, counts)
-    own = spec.trained(held) / shards
+    own = sum(one / (group.size if spec.zero else 1) for one, group in _trained(profile, place, counts))
     moved = 0.0
     if spec.offload_param != "none":  # for every pass
         rate = cluster.card.pcie if spec.offload_param == "cpu" else cluster.disk_bytes_s / cluster.gpus_per_node
-        moved = 2 * spec.num_microbatches * spec.element * held / (shards if spec.zero == 3 else 1) / rate
+        held = _largest_rank(profile, spec, counts)[0] / (spec.dp * spec.sp if spec.zero == 3 else 1)
+        moved = 2 * spec.num_microbatches * spec.element * held / rate
     if spec.offload_optimizer == "none":
         return moved + own * (c.update_s or ADAM_BYTES / place.moved)
     on_node = own * cluster.gpus_per_node

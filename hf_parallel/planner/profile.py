@@ -114,6 +114,20 @@ class BlockProfile:
         """Copies of a token that go to experts."""
         return max((p.times for p in self.products if p.stored > 1), default=0.0)
 
+    @functools.cached_property
+    def num_experts(self) -> int:
+        """Of which a token goes to some; 1 without experts."""
+        return max((p.stored for p in self.products), default=1)
+
+    @functools.cached_property
+    def experts(self) -> float:
+        """Parameters of all experts."""
+        return sum(float(p.inputs * p.outputs * p.stored) for p in self.products if p.stored > 1)
+
+    def held(self, ep: int) -> float:
+        """Parameters of a rank that has one of `ep` parts of the experts."""
+        return self.parameters - self.experts * (1 - 1 / ep)
+
     def pairs(self, seq_len: int) -> float:
         """Query-key pairs of one row and head."""
         if not self.heads:

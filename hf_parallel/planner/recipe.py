@@ -37,6 +37,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
         "tp": config.tp_size,
         "pp": config.pp_size,
         "sp": config.sp_size,
+        "ep": config.ep_size,
         "dp": config.dp_size(num_processes),
         "zero": zero.stage,
         "engine": zero.engine,
@@ -77,7 +78,7 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     if problems:
         raise ConfigError("\n".join(problems))
     settings: dict[str, Any] = {"tp_size": spec.tp, "pp_size": spec.pp, "zero": _partition(spec)}
-    settings |= {"sp_size": spec.sp} if spec.sp > 1 else {}
+    settings |= {f"{axis}_size": size for axis, size in (("sp", spec.sp), ("ep", spec.ep)) if size > 1}
     settings["pipeline"] = {"compile_blocks": "inductor"} if spec.kernels == "compiled" else {}
     if spec.pp > 1:
         settings["pipeline"] |= {"schedule": spec.schedule, "num_microbatches": spec.num_microbatches}

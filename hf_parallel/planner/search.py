@@ -12,7 +12,7 @@ from hf_parallel.planner.checks import all_of, choose, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import KEYS, LayoutSpec, layout_of
 from hf_parallel.planner.links import Traffic, traffic
-from hf_parallel.planner.predict import Estimate, estimate, placed, step_of
+from hf_parallel.planner.predict import Estimate, check_experts, estimate, placed, step_of
 from hf_parallel.planner.profile import profile_of
 from hf_parallel.planner.remedies import fits_nowhere
 from hf_parallel.settings.values import spelled
@@ -99,6 +99,7 @@ def plan(
         }
     )
     request = Request(profile_of(model), cluster, seq_len, global_batch, checked["layout"], frozenset(given))
+    check_experts(request.profile, request.fixed)
     if objective == "min-gpus":
         request = _smallest(request)
     plans = _explained(_ranked(_fitting(request, objective, most), objective)[:most])
@@ -146,7 +147,11 @@ def _mapping(spec: LayoutSpec) -> dict[str, Any]:
 
 def _simplicity(spec: LayoutSpec) -> tuple[int, int, int]:
     """Fewer axes, then a lower ZeRO stage, then less recomputation."""
-    return (spec.tp > 1) + (spec.pp > 1) + (spec.stages_per_rank > 1), spec.zero, spec.recompute != "none"
+    return (
+        (spec.tp > 1) + (spec.pp > 1) + (spec.stages_per_rank > 1) + (spec.ep > 1),
+        spec.zero,
+        spec.recompute != "none",
+    )
 
 
 def _ranked(plans: list[Plan], objective: Objective) -> list[Plan]:

@@ -87,7 +87,8 @@ def _choose(trainer: Trainer, sample: Mapping[str, Any] | None, links: Links) ->
     cluster = cluster_here(this_machine(), links.nodes * links.ranks_per_node, links.ranks_per_node, on_gpu=on_gpu)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * cluster.num_gpus
     asked: dict[str, Any] = {"seq_len": row_length_of(trainer, sample), "global_batch": rows}
-    plans = plan(model.config, cluster, **asked, layout=given_by(trainer, model), most=2)
+    # Whether experts can be shared is known when the model has been tried: a run that asked for nothing is not to be refused then.
+    plans = plan(model.config, cluster, **asked, layout={"ep": 1} | given_by(trainer, model), most=2)
     spec = plans[0].spec
     section = settings_of(spec).to_yaml_section()
     if args.gradient_checkpointing:  # the Trainer's own

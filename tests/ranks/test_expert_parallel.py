@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_parallel import sharded_loading
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.expert_parallel import exchange as exchange_module
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import layout_of
+from hf_parallel.planner.links import sent_of_ranks
+from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.recipe import mapping_of
+from hf_parallel.tensor_parallel.run.functions import VirtualGroup
 
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -268,3 +276,31 @@ def test_what_cannot_be_spread_is_refused_with_its_name(
 ) -> None:
     with pytest.raises(RankError, match=text):
         run_ranks(refused_main, 2, model, settings, str(tmp_path / "out"), tmp_path=tmp_path, env=ENV)
+
+
+def counting_main(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    """Bytes of hidden states that a step sends to experts, and what the planner says."""
+    sent, exchange = [], exchange_module._all_to_all
+
+    def counting(group: Any, rows: torch.Tensor, *lengths: list[int]) -> torch.Tensor:
+        if rows.is_floating_point() and not isinstance(group, VirtualGroup):  # which is the check of the start
+            sent.append(rows.shape[0] * width * rows.element_size())
+        return exchange(group, rows, *lengths)
+
+    case = Case("counted", model="mixtral", steps=1, parallel={"ep_size": 2})
+    trainer = make_trainer(case, Path(folder), world_size)
+    width = trainer.model.config.hidden_size
+    with unittest.mock.patch.object(exchange_module, "_all_to_all", counting):
+        trainer.train()
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    rows = trainer.args.per_device_train_batch_size
+    layout = layout_of(mapping_of(trainer.accelerator.hf_parallel.config, world_size, rows, "fp32"))
+    length = len(trainer.train_dataset[0]["input_ids"])
+    planned = sent_of_ranks(profile_of(trainer.model.config), Cluster(1, 2, "cpu"), layout, length)
+    return {"sent": float(sum(sent)), "planned": float(planned["ep"])}
+
+
+def test_the_planner_counts_what_travels_to_experts(tmp_path: Path) -> None:
+    found = run_ranks(counting_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV)
+    # Half of what is exchanged stays on its rank if tokens are spread evenly; results go from the rank that got more.
+    assert sum(one["sent"] for one in found) / 2 == sum(one["planned"] for one in found) > 0
