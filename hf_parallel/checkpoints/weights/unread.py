@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_parallel.checkpoints.agree import raise_anywhere
 from hf_parallel.checkpoints.weights.conversions import Group
+from hf_parallel.checkpoints.weights.untouched import follow, unfollow
 from hf_parallel.checkpoints.weights.writer import Reader, Stored
 from hf_parallel.compat.torch_tools import move_everything, move_values_only
 from hf_parallel.errors import CheckpointError, ConfigError, UnsupportedError
@@ -77,6 +78,7 @@ class Unread:
     def __init__(self, config: HFParallelConfig, stored: Mapping[str, Stored], sources: Mapping[str, Source]) -> None:
         self.config, self.stored, self.sources = config, stored, sources
         self.num_bytes = self.num_elements = 0
+        self.casts: dict[str, list[torch.dtype]] = {}  # of each tensor between loading and reading, in order
         self._hook: Any = None
 
     def settle(self, model: nn.Module) -> None:
@@ -84,10 +86,24 @@ class Unread:
         vars(model)[RECORD] = self
         vars(model)["resize_token_embeddings"] = _refuse_to_resize
         move_values_only(model)
+        follow([one.tensor for one in wanted_of(model)])
         self._hook = model.register_forward_pre_hook(_refuse_to_run)
 
     def begin(self, model: nn.Module) -> None:
-        """From here on the model is being parallelized: shapes may run."""
+        """From here on the model is being parallelized: shapes may run. Collective.
+
+        Raises:
+            CheckpointError: Values were changed that are not there yet; the same text on every rank.
+        """
+        problem = None
+        try:
+            self.casts |= unfollow({one.names[0]: one.tensor for one in wanted_of(model)})
+        except ValueError as error:
+            problem = (
+                f"{error} was changed before it was read: the model was loaded with hf_parallel.sharded_loading, and has no values to "
+                "change until training begins. Change it in a callback's on_train_begin, or load the model without sharded_loading."
+            )
+        raise_anywhere(problem)
         vars(model).pop("resize_token_embeddings", None)
         if self._hook is not None:
             self._hook.remove()
@@ -192,6 +208,8 @@ class Unread:
         old = one.tensor
         if values.untyped_storage().nbytes() != values.nbytes or not values.is_contiguous():
             values = values.clone(memory_format=torch.contiguous_format)  # not a view of something larger
+        for dtype in self.casts.get(one.names[0], ()):
+            values = values.to(dtype)
         values = values.to(device, old.dtype)
         self.num_elements += values.numel()
         if isinstance(old, nn.Parameter):
