@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import no_torch_function
+from hf_parallel.compat.private_torch import id_of_storage, no_torch_function, version_of
 
 
 DONE = "hf_parallel_done"
@@ -43,16 +43,20 @@ class _Done:
 
     def set(self, before: Tensor, after: Tensor) -> None:
         """Note that `tensor.data` was set: a cast, or other values."""
-        self.is_changed |= self.data is not None and self.data._version > 0
+        self.is_changed |= self.data is not None and version_of(self.data) > 0
         self.data = None
         if before.dtype != after.dtype:
             self.dtypes.append(after.dtype)
-        elif before.untyped_storage()._cdata != after.untyped_storage()._cdata:
+        elif id_of_storage(before.untyped_storage()) != id_of_storage(after.untyped_storage()):
             self.is_changed = True
 
     def changes(self, tensor: Tensor) -> bool:
         """Whether values of the tensor were changed."""
-        return self.is_changed or tensor._version != self.version or (self.data is not None and self.data._version > 0)
+        return (
+            self.is_changed
+            or version_of(tensor) != self.version
+            or (self.data is not None and version_of(self.data) > 0)
+        )
 
 
 class _NotRead(nn.Parameter):
@@ -76,14 +80,14 @@ class _NotRead(nn.Parameter):
             made = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         done: _Done | None = vars(self).get(DONE)
         if done is not None:
-            vars(made)[DONE] = _Done(made._version, None, list(done.dtypes), done.changes(self))
+            vars(made)[DONE] = _Done(version_of(made), None, list(done.dtypes), done.changes(self))
         return made
 
 
 def follow(tensors: Sequence[Tensor]) -> None:
     """From here on, note what is done to tensors without values."""
     for tensor in tensors:
-        vars(tensor)[DONE] = _Done(tensor._version)
+        vars(tensor)[DONE] = _Done(version_of(tensor))
         if type(tensor) is nn.Parameter:
             tensor.__class__ = _NotRead
 
