@@ -171,8 +171,8 @@ bench-zero: setup  ## losses and bytes of every ZeRO stage and engine against tw
 load-memory: setup  ## measure the memory of loading and saving a model in parts, per rank
 	$(BIN)/python benchmarks/load_memory.py $(ARGS)
 
-memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
-	$(BIN)/python benchmarks/memory_page.py
+memory-page: setup  ## write the tables of docs/memory.md from the arithmetic; ARGS=--dry-runs also that of dry runs, in minutes
+	$(BIN)/python benchmarks/memory_page.py $(ARGS)
 
 recipes-page: setup  ## write docs/recipes.md, and memory and the planner's choice at the head of each GPU recipe
 	$(BIN)/python benchmarks/recipes_page.py

@@ -1,10 +1,11 @@
-"""Write the tables of docs/memory.md from the arithmetic itself."""
+"""Write the tables of docs/memory.md from the arithmetic itself, and with `--dry-runs` that of its errors, in some minutes."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+import dry_run_peaks
 from tables import with_tables
 
 from hf_parallel.memory.estimate import estimate
@@ -61,8 +62,12 @@ def page(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=PAGE)
-    output = parser.parse_args().output
-    output.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    parser.add_argument("--dry-runs", action="store_true")
+    given = parser.parse_args()
+    text = page(PAGE.read_text(encoding="utf-8"))
+    if given.dry_runs:
+        text = with_tables(text, {"dry-runs": dry_run_peaks.table()})
+    given.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
