@@ -1,6 +1,6 @@
 """How far predicted memory is from the peaks of dry runs, by type of model and layout.
 
-    make memory-page ARGS=--dry-runs    # some minutes; writes the table of docs/memory.md
+make memory-page ARGS=--dry-runs    # some minutes; writes the table of docs/memory.md
 """
 
 from __future__ import annotations

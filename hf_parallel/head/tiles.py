@@ -231,12 +231,14 @@ def _sum(
             losses.append(loss)
             log_sums.append(log_sum)
             gradient = tile.gradient(log_sum, scale) if any(wanted) else part
+            del tile  # nothing of it is needed any more
             if to_hidden is not None:
                 to_hidden[rows] = gradient @ matrix
             if wanted[1]:
                 to_weight.add_product(gradient, part)
             if wanted[2]:
                 to_bias.add(gradient.sum(0, dtype=to_bias.dtype))
+            del gradient  # before there is another tile
         if to_hidden is not None and scale != 1.0:
             to_hidden = to_hidden.float().div_(scale)
         gradients = _Gradients(to_hidden, to_weight.total(scale), to_bias.total(scale))

@@ -173,7 +173,8 @@ def stage_parts(
 def loss_bytes(shape: ModelShape, layout: Layout, tokens: float) -> float:
     """Bytes of logits and loss of a microbatch: 12 a logit (16 bit, fp32, fp32 gradient and its 16-bit copy).
 
-    A loss without logits has those of one tile, the sum of the head's gradient in fp32 and that of the hidden states.
+    A loss without logits has those of one tile, the head's weight as it is cast, the sum of its gradient in fp32 and the gradient of
+    the hidden states.
     """
     if not _is_without_logits(shape, layout, tokens):
         return 12.0 * tokens * shape.vocab / layout.tp_size
@@ -190,7 +191,8 @@ def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> t
     tile = rows_of_tile(int(tokens), shape.hidden, int(vocab))
     to_weight = 0.0 if shape.adapters else 4.0 * vocab * shape.hidden
     kept = to_weight + (4.0 if layout.precision == "fp32" else 2.0) * tokens * shape.hidden
-    return Part(12.0 * tile * vocab + kept, kept, 0.0), Part(0.0, -kept, 0.0)
+    cast = 2.0 * vocab * shape.hidden if layout.precision == "autocast" else 0.0  # of the head's weight
+    return Part(12.0 * tile * vocab + cast + kept, kept, 0.0), Part(0.0, -kept, 0.0)
 
 
 def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: float) -> tuple[Part, Part]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from zoo.models import build, entries, why_not
 from hf_parallel.engine.plan_head import HeadPlan, judge_head
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.head.defer import LogitsDeferral, defer_logits
-from hf_parallel.head.tiles import Tiling
+from hf_parallel.head.tiles import Head, Tiling, tiled_loss
 from hf_parallel.head.unmade import UnmadeLogits
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
@@ -137,6 +138,49 @@ def test_logits_of_all_tokens_are_never_made(case: str) -> None:
         with Largest() as seen:
             model(**batch).loss.backward()
         assert (seen.numel < logits) is defers
+
+
+ROWS = 16
+
+
+class Alive(TorchDispatchMode):
+    """Most bytes alive at once of tensors [ROWS VOCAB] that operations return."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor) and tensor.shape == (ROWS, VOCAB):
+                self.note(tensor.untyped_storage())
+        return out
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it is freed."""
+        if any(own() is storage for own in self.known):
+            return
+        size = storage.nbytes()
+
+        def freed(own: Any) -> None:
+            self.now -= size
+            self.known.remove(own)
+
+        self.known.append(weakref.ref(storage, freed))
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def __enter__(self) -> Self:
+        self.known: list[weakref.ref[torch.UntypedStorage]] = []
+        return super().__enter__()
+
+
+def test_one_tile_is_alive_at_a_time_with_what_memory_is_counted_for_it() -> None:
+    states = torch.randn(5 * ROWS, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(VOCAB, 8, dtype=torch.bfloat16, requires_grad=True)
+    head = Head(weight, None, torch.bfloat16, (Tensor.float,), Tiling(ROWS))
+    with Alive() as seen:
+        tiled_loss(states, head, torch.zeros(5 * ROWS, dtype=torch.long), -100).backward()
+    assert seen.most == 12 * ROWS * VOCAB
 
 
 def test_a_frozen_head_gets_no_gradient_and_no_product_for_it() -> None:
