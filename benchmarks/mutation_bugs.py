@@ -19,6 +19,7 @@ from hf_parallel.batches import count_targets
 from hf_parallel.compat.private_torch import in_backward_pass
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.data_parallel.zero import ZeroPartition
+from hf_parallel.engine.global_norm import GlobalNorm
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.microbatch_loss import MicrobatchLoss
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
@@ -377,11 +378,11 @@ def clipped_by_each_stage(trainer: Any) -> None:
         def wrong(self: Any, p: float) -> Any:
             mine = [g for n, w in self._parameters.items() for g in self._counted.gradients(n, w)]
             norm(self, p)
-            return self._power_sum(mine, p).pow(1 / p).float()
+            return self.power_of(mine, p).pow(1 / p).float()
 
         return wrong
 
-    around(GradientSync, "_norm", make)
+    around(GlobalNorm, "of", make)
 
 
 def beta_of_one_rank(trainer: Any) -> None:

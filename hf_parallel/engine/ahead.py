@@ -200,7 +200,7 @@ class Ahead:
         losses, power = window.told()  # type: ignore[misc]
         for parameter, gradient in window.gradients or ():
             parameter.grad = gradient
-        self.attachment.gradients.foresee(power if self._tells_early else None)
+        self.attachment.gradients.total_norm.foresee(power if self._tells_early else None)
         for number in window.numbers:
             self._stream.forget(number)
         self._is_due, self._written = True, self.versions.written

@@ -14,18 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.fsdp import local_of
-from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
-from hf_parallel.engine.optimizer_rules import cut_states, refuse_crossing_updates, refuse_whole_tensor_updates
-from hf_parallel.engine.told import SPREAD, ToldOverParts
+from hf_parallel.engine.global_norm import GlobalNorm
+from hf_parallel.engine.optimizer_rules import (
+    cut_states,
+    drop_others,
+    has_only,
+    refuse_crossing_updates,
+    refuse_whole_tensor_updates,
+)
+from hf_parallel.engine.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.crossing import keeps_by_place
@@ -57,10 +62,9 @@ class GradientSync:
     Attributes:
         settings: Of the optimizers.
         in_window: Whether the last backward pass was not the last of its step.
+        total_norm: Of the full model's gradient, whatever is shown of it.
         before_write: Called when an optimizer is about to write to the parameters.
     """
-
-    _foreseen: torch.Tensor | None = None  # sum of the squares of all gradients, before anybody has seen them
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class GradientSync:
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
+        self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
         self._same_change = SameChange(mesh, settings.waiting)
         self.replicas.before_reading += [self.settle_states, self._parts.judge, self.told.settle]
         self._lay_out()
@@ -125,21 +130,13 @@ class GradientSync:
         """On how many stages the gradient of a parameter is now, each with a part of it that `reduce` adds up."""
         return self._num_holders[id(self._parameters[name])] if self.shown.is_between else 1
 
-    def foresee(self, power: torch.Tensor | None) -> None:
-        """The next norm of gradients that no code of users has seen is known before their factor is.
-
-        Args:
-            power: Sum of the squares of all gradients of the model (0-d, float64); None if it is not known.
-        """
-        self._foreseen = power
-
     def begin_backward(self, *, is_first: bool = False) -> None:
         """Backward passes begin: what they add can be told from what is reduced.
 
         Args:
             is_first: Whether they are the first of their step, and begin before the caller's own.
         """
-        self._foreseen = None
+        self.total_norm.foresee(None)
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_backward()
         self.shown.take_between()
@@ -217,8 +214,7 @@ class GradientSync:
                     self.arrivals.join(self._num_holders, factor)
             self._reduce_shared()
             self.replicas.reduce(factor)
-        if self._foreseen is not None:
-            self._foreseen = self._foreseen * factor**2
+        self.total_norm.scale_foreseen(factor)
         zero, sharded = self.replicas.zero, self.replicas.sharded
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
@@ -267,7 +263,9 @@ class GradientSync:
         self._lay_out()
 
     def _power_of_parts(self) -> torch.Tensor:
-        return self._power_sum([local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0)
+        return self.total_norm.power_of(
+            [local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0
+        )
 
     @property
     def recorder(self) -> Recorder:
@@ -294,45 +292,7 @@ class GradientSync:
         """
         self.arrivals.put_back()
         with self.shown.withdrawn():
-            return self._norm(norm_type)
-
-    def _norm(self, norm_type: float) -> torch.Tensor:
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is not None and norm_type == 2.0:
-            return foreseen.sqrt().float()
-        infinite = norm_type == float("inf")
-        total, group = self._power_sum(self._gradients_beside_parts(), norm_type), self._mesh.model_group
-        told: torch.Tensor | None = None
-        if self.replicas.zero is not None:
-            parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
-            if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
-                parts, total = torch.maximum(total, parts) if infinite else total + parts, torch.zeros_like(total)
-                group = self._mesh.mp_group
-            parts, told = self.told.sum(parts, infinite=infinite)
-            total = torch.maximum(total, parts) if infinite else total + parts
-        if self.replicas.sharded is not None:
-            total, told = self.told.sum(total, infinite=infinite)
-        if group is not None:
-            mine = total.view(1) if told is None else torch.cat([total.view(1), told[-SPREAD:]])
-            rows = rows_of_ranks(mine, group)
-            total = rows[:, 0].amax() if infinite else rows[:, 0].sum()
-            if told is not None:
-                told[-SPREAD:] = rows[:, 1:].amax(0)
-        if told is not None:
-            self.told.give(told)
-        return (total if infinite else total.pow(1.0 / norm_type)).float()
-
-    def _gradients_beside_parts(self) -> list[torch.Tensor]:
-        """What this rank counts of the gradients that are not partitioned."""
-        shown, parameters = self.shown, self._parameters.items()
-        return [g for n, p in parameters if shown.is_first(n) for g in self._counted.gradients(n, p)]
-
-    def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Sum of the magnitudes to the power of `norm_type`, or the largest (0-d, float64)."""
-        device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
-        if self.replicas.sharded is not None:
-            device = self.replicas.sharded.device  # sums travel from there, wherever the parts are
-        return power_sum(gradients, norm_type, device)
+            return self.total_norm.of(norm_type)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
@@ -341,7 +301,7 @@ class GradientSync:
         """
         self.arrivals.put_back()
         with self.shown.withdrawn():
-            norm = self._norm(norm_type)
+            norm = self.total_norm.of(norm_type)
             if max_norm != float("inf"):
                 self._scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -373,13 +333,9 @@ class GradientSync:
         if self._mesh.parts.size > 1:
             cut_states(optimizer, self._name_now, self._ledger, self._mesh)
         self.replicas.take_over(optimizer)
-        live = {id(p) for p in self._parameters.values()}
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        pairs = keeps_by_place(optimizer) and any(id(p) not in live for p in given)
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in live]
-        for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in live]:
-            del optimizer.state[parameter]
+        live = list(self._parameters.values())
+        pairs = keeps_by_place(optimizer) and not has_only(optimizer, live)
+        drop_others(optimizer, live)
         partitions = self.replicas.partitions
         refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
         refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)

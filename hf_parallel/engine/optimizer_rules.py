@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,21 @@ def cut_states(
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == entry.shape:
                 state[key] = entry.spec.shard(value, mesh.parts.size, mesh.parts.rank)
+
+
+def has_only(optimizer: torch.optim.Optimizer, live: Sequence[nn.Parameter]) -> bool:
+    """Whether an optimizer has no parameters but those of this rank."""
+    known = {id(parameter) for parameter in live}
+    return all(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
+
+
+def drop_others(optimizer: torch.optim.Optimizer, live: Sequence[nn.Parameter]) -> None:
+    """Keep an optimizer's parameters and states of this rank alone."""
+    known = {id(parameter) for parameter in live}
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in known]
+    for parameter in [one for one in optimizer.state if isinstance(one, nn.Parameter) and id(one) not in known]:
+        del optimizer.state[parameter]
 
 
 def refuse_whole_tensor_updates(
