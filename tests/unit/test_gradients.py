@@ -18,7 +18,9 @@ from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
+from hf_parallel.engine.global_norm import GlobalNorm
 from hf_parallel.engine.gradients import GradientSync
+from hf_parallel.engine.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.gradients import ShownGradients
@@ -69,6 +71,8 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
         counted = sync._counted.of_stage
         sync.shown = ShownGradients(ledger, held, mesh, counted, lambda text: nullcontext(), sync.settings)
         sync.replicas = Replicas(ledger, held, mesh, ReplicaSettings(), sync._counted.of_model)
+        told = ToldOverParts(mesh, held.values(), sync.settings, sync.replicas)
+        sync.total_norm = GlobalNorm(held, mesh, sync._counted, sync.replicas, told, sync.shown)
         yield ledger, sync
 
 
