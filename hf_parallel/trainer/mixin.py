@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother
 
+from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA, cache_output
 from hf_parallel.engine.pipeline import PipelineEngine
@@ -315,8 +316,8 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     @property
     def _smoother_shifts(self) -> bool:
-        """Whether stock label smoothing predicts token i + 1 at position i: it goes by the name of the class."""
-        return type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        """Whether stock label smoothing predicts token i + 1 at position i: it goes by the name of the class inside of adapters."""
+        return type(base_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     # -- clipping ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from trainer_cases import NO_NOISE, Case, compare, run_cases
 pytestmark = pytest.mark.timeout(300)
 
 PLAIN = Case("plain", model="llama_lora", steps=4, accumulation=2, arguments=NO_NOISE)
+SMOOTHED = dataclasses.replace(PLAIN, arguments=NO_NOISE | {"label_smoothing_factor": 0.1}, evaluate=True)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "dp2_recomputed": {"activation_checkpointing": {"every": 2}},
@@ -31,7 +32,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases = [dataclasses.replace(PLAIN, name=name, parallel=parallel, save=True) for name, parallel in LAYOUTS.items()]
     stock = dataclasses.replace(PLAIN, name="stock", parallel=None, save=True)
     found = run_cases([stock], 1, tmp_path_factory.mktemp("stock"))
-    return found | run_cases(cases, 2, tmp_path_factory.mktemp("two"))
+    found |= run_cases([dataclasses.replace(SMOOTHED, name="smoothed")], 1, tmp_path_factory.mktemp("smoothed"))
+    smoothed = dataclasses.replace(SMOOTHED, name="pp2_smoothed", parallel={"pp_size": 2})
+    return found | run_cases([*cases, smoothed], 2, tmp_path_factory.mktemp("two"))
+
+
+def test_labels_of_a_wrapped_model_are_smoothed_as_those_of_the_model_inside(runs: dict[str, dict[str, Any]]) -> None:
+    compare(runs["pp2_smoothed"], runs["smoothed"])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
