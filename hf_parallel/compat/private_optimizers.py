@@ -30,6 +30,14 @@ def loss_scale(scaler: Any) -> Tensor:
     return scale
 
 
+def own_step(optimizer: Optimizer) -> Any:
+    """The `step` that was put on an optimizer itself; None if it is its class's, which schedulers wrap to see that it is called."""
+    step: Any = vars(optimizer).get("step")
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__
+    return None if step is type(optimizer).step else step
+
+
 def steps_counted(scheduler: Any) -> int:
     """How often a learning rate scheduler was stepped, the step of its constructor included."""
     return int(scheduler._step_count)

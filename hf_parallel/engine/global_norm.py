@@ -68,11 +68,10 @@ class GlobalNorm:
         told: Tensor | None = None
         if self._replicas.zero is not None:
             parts = self.power_of(self._replicas.zero.gradients(), norm_type)
+            # What is beside parts one of the ranks counts that share the optimizer.
+            total, told = self._told.sum(torch.maximum(total, parts) if infinite else total + parts, infinite=infinite)
             if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
-                parts, total = torch.maximum(total, parts) if infinite else total + parts, torch.zeros_like(total)
                 group = self._mesh.mp_group
-            parts, told = self._told.sum(parts, infinite=infinite)
-            total = torch.maximum(total, parts) if infinite else total + parts
         if self._replicas.sharded is not None:
             total, told = self._told.sum(total, infinite=infinite)
         if group is not None:

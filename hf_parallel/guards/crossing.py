@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from hf_parallel.compat.private_optimizers import is_hook_table
+from hf_parallel.compat.private_optimizers import is_hook_table, own_step
+from hf_parallel.errors import UnsupportedError
 
 
 MOST = 64  # parameters of a group that take part
 TOLERANCE = 1e-5
 SIZE = 4  # of a dimension
+RATE = 1e-2  # where nothing says another one
 
 
 def crosses_parameters(optimizer: optim.Optimizer) -> bool | None:
@@ -109,7 +111,13 @@ def _moves(optimizer: optim.Optimizer, others: float, without: int = 0) -> list[
 
 
 def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Parameter]]:
-    """A copy of `optimizer` whose parameters are tiny, and two of them at least."""
+    """A copy of `optimizer` whose parameters are tiny, and two of them at least; it learns, whatever a warm-up begins with.
+
+    Raises:
+        UnsupportedError: A step was put on the optimizer itself, which a copy would call on it.
+    """
+    if own_step(optimizer) is not None:
+        raise UnsupportedError("a step of its own")
     generator = torch.Generator().manual_seed(1)
     memo: dict[int, Any] = {}
     groups: list[list[nn.Parameter]] = []
@@ -124,6 +132,8 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
     stepper = copy.copy(optimizer)
     vars(stepper).clear()
     for name, value in vars(optimizer).items():
+        if name == "step":  # a scheduler's, of the real one
+            continue
         if is_hook_table(name):  # hooks mean the real one
             vars(stepper)[name] = type(value)()
         elif name == "state":
@@ -132,6 +142,8 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
             vars(stepper)[name] = copy.deepcopy(value, memo)
     for group, members in zip(stepper.param_groups, groups, strict=True):
         group["params"] = members
+        if "lr" in group and not group["lr"]:
+            group["lr"] = group.get("initial_lr") or optimizer.defaults.get("lr") or RATE
     parameters = [small for members in groups for small in members]
     if len(parameters) == 1:
         parameters.append(nn.Parameter(parameters[0].detach().clone()))

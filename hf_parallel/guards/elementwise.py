@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import optim
 
+from hf_parallel.compat.private_optimizers import own_step
+
 
 ELEMENTWISE = (
     optim.SGD,
@@ -58,7 +60,7 @@ def treats_elements_alone(optimizer: optim.Optimizer) -> bool:
 
     A subclass of a known class counts as that class as long as it overrides nothing that a step calls.
     """
-    return _is_known(type(optimizer))
+    return own_step(optimizer) is None and _is_known(type(optimizer))
 
 
 def _is_known(kind: type) -> bool:

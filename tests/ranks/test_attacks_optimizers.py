@@ -77,6 +77,29 @@ def clipped(loop: Loop) -> None:
     trained(loop)
 
 
+def of_some(loop: Loop, stays: str = "embed") -> None:
+    """An optimizer of some parameters, while the gradients of all are clipped by one norm."""
+    some = [parameter for name, parameter in loop.model.named_parameters() if stays not in name]
+    loop.prepare(torch.optim.SGD(some, lr=1e-1))
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.history.append(float(loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.05)))
+        loop.step()
+        loop.model.zero_grad()
+
+
+def of_some_blocks(loop: Loop) -> None:
+    of_some(loop, "mlp")
+
+
+def clipped_with_warm_up(loop: Loop) -> None:
+    """A scheduler that begins with a rate of zero wraps the step."""
+    optimizer = ClippedAdamW(loop.model.parameters(), lr=1e-2, eps=1e-4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 2))
+    loop.prepare(optimizer)
+    trained(loop, lambda step: schedule.step())
+
+
 def centred(loop: Loop) -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # from now on the step of the base runs hooks too
     loop.prepare(Centred(loop.model.parameters(), lr=1e-2, eps=1e-4))
@@ -161,11 +184,28 @@ def reset_all(loop: Loop) -> None:
 
 BODIES: dict[str, Callable[[Loop], None]] = {
     body.__name__: body
-    for body in (clipped, centred, normalised, lars, hooked, through_groups, noisy, noisy_by_name, reset, reset_all)
+    for body in (
+        of_some,
+        of_some_blocks,
+        clipped_with_warm_up,
+        clipped,
+        centred,
+        normalised,
+        lars,
+        hooked,
+        through_groups,
+        noisy,
+        noisy_by_name,
+        reset,
+        reset_all,
+    )
 }
 CROSSES = "depends on the gradients of others"
 # Name -> layout -> what the error says, or nothing where the loop is right.
 EXPECTED: dict[str, dict[str, str]] = {
+    "of_some": {"dp2": "", "zero1": "", "zero2": "", "pp2": "", "tp2": ""},
+    "of_some_blocks": {"zero1": "", "zero2": ""},
+    "clipped_with_warm_up": {"dp2": "", "pp2": CROSSES},
     "clipped": {"dp2": "", "pp2": CROSSES},
     "centred": {"dp2": "", "pp2": ""},
     "normalised": {"dp2": "", "pp2": CROSSES},

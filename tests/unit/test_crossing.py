@@ -1,0 +1,83 @@
+"""What an optimizer's update depends on is found out on a copy: a scheduler's marks and a rate of zero do not hide it."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+from hf_parallel.guards.crossing import crosses_parameters, goes_by_place
+from hf_parallel.guards.elementwise import treats_elements_alone
+
+
+class Clips(torch.optim.AdamW):
+    """By the norm of all gradients; counts its steps."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        return super().step(closure)
+
+
+class EveryOther(torch.optim.SGD):
+    """Turns around the gradients of parameters with an odd number."""
+
+    def step(self, closure: Any = None) -> Any:
+        for index, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            if index % 2 and parameter.grad is not None:
+                parameter.grad.neg_()
+        return super().step(closure)
+
+
+class Counts(Clips):
+    """Harmless."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return torch.optim.AdamW.step(self, closure)
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(6, 5)) for _ in range(4)]
+
+
+def scheduled(optimizer: torch.optim.Optimizer, rate: float) -> torch.optim.Optimizer:
+    """With a scheduler that begins with `rate` times the learning rate, as a warm-up begins with 0."""
+    LambdaLR(optimizer, lambda step: rate)
+    return optimizer
+
+
+@pytest.mark.parametrize("rate", [None, 1.0, 0.0], ids=["alone", "scheduled", "warm-up"])
+def test_updates_that_cross_parameters_are_found(rate: float | None) -> None:
+    made = [Clips(parameters(), lr=1e-2), EveryOther(parameters(), lr=1e-2), Counts(parameters(), lr=1e-2)]
+    clips, other, counts = made if rate is None else [scheduled(one, rate) for one in made]
+    assert crosses_parameters(clips) is True
+    assert (crosses_parameters(other), goes_by_place(other)) == (False, True)
+    assert (crosses_parameters(counts), goes_by_place(counts)) == (False, False)
+    assert (clips.steps, counts.steps) == (0, 0)
+    assert not counts.state
+    assert not treats_elements_alone(clips)
+
+
+def test_a_step_that_was_put_on_one_optimizer_is_not_known() -> None:
+    stock = scheduled(torch.optim.AdamW(parameters()), 1.0)
+    assert treats_elements_alone(stock)
+    patched = torch.optim.AdamW(parameters())
+    step = patched.step
+
+    def clipped(self: Any, closure: Any = None) -> Any:
+        clip_grad_norm_([p for group in patched.param_groups for p in group["params"]], 0.05)
+        return step(closure)
+
+    patched.step = types.MethodType(clipped, patched)  # type: ignore[method-assign]
+    scheduled(patched, 1.0)
+    assert not treats_elements_alone(patched)
+    assert crosses_parameters(patched) is None
+    assert not patched.state
