@@ -210,6 +210,8 @@ class PipelineEngine(Engine):
         with self._running.inside():
             output = self._run(args, kwargs)
         output.lacks(unserved_outputs(self.model))
+        if self._unlisted is None:
+            output.lists_own()
         return output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput | PipelineTrainingOutput:

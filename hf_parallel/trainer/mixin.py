@@ -62,7 +62,10 @@ class HFParallelTrainerMixin(CheckpointMixin):
                 self._pipeline.ahead.versions.restore([])
         watched, create = self._hf_parallel_watched, super().create_optimizer
         try:
-            return (create if watched is None else watched.making_optimizer(create))(model)
+            make: Callable[..., torch.optim.Optimizer] = (
+                create if watched is None else watched.making_optimizer(create)
+            )
+            return make() if model is None else make(model)  # as stock: overrides with `self` alone are usual
         except ValueError as error:
             pipeline = self._pipeline
             if pipeline is None or any(param.requires_grad for param in self.model.parameters()):

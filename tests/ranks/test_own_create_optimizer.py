@@ -23,19 +23,29 @@ class RatesByWidth(Trainer):
         return self.optimizer
 
 
+class MadeOfSelf(Trainer):
+    """An override as most are written: stock passes no model."""
+
+    def create_optimizer(self) -> Any:  # type: ignore[override]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-5)  # type: ignore[union-attr]
+        return self.optimizer
+
+
 user_steps.KINDS["RatesByWidth"] = (RatesByWidth, {})
+user_steps.KINDS["MadeOfSelf"] = (MadeOfSelf, {})
 
 
 def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
     return user_steps.many(rank, world_size, jobs, folder)
 
 
-def test_sizes_are_those_of_whole_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["RatesByWidth", "MadeOfSelf"])
+def test_optimizers_are_made_as_by_one_process(kind: str, tmp_path: Path) -> None:
     found = []
     for world_size, parallel in ((1, None), (2, {"tp_size": 2})):
         folder = tmp_path / str(world_size)
         folder.mkdir()
         options: dict[str, Any] = {"init_group": world_size > 1, "env": user_steps.ENV, "tmp_path": folder}
-        job = ("RatesByWidth", parallel, {})
+        job = (kind, parallel, {})
         found.append(user_steps.run_ranks(many, world_size, [job], str(folder), **options)[0][0])
     user_steps.same(found[1], found[0])

@@ -39,6 +39,14 @@ TWO_RANKS = [
         arguments={"average_tokens_across_devices": False},
     ),
     Case("pp2_smoothing", parallel=PP2, variable_length=True, steps=3, arguments={"label_smoothing_factor": 0.1}),
+    Case(
+        "pp2_smoothing_router",  # stock goes through the outputs of an evaluation that uses the loss alone
+        model="mixtral",
+        parallel=PP2,
+        steps=3,
+        evaluate=True,
+        arguments={"label_smoothing_factor": 0.1},
+    ),
     Case("pp2_loss_func", parallel=PP2, accumulation=2, variable_length=True, loss="func", steps=3),
     Case("pp2_mean_loss_func", parallel=PP2, accumulation=2, variable_length=True, loss="func_mean", steps=3),
     Case("pp2_loss_subclass", parallel=PP2, accumulation=2, variable_length=True, loss="subclass", steps=3),
@@ -124,6 +132,7 @@ LONG = (
     "pp2_host_transport",
     "pp2_local_counts",
     "pp2_mean_loss_func",
+    "pp2_smoothing_router",
     "tp2_qwen3",
     "pp2_dp2_ragged",
 )
