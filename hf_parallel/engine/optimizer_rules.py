@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.crossing import crosses_parameters, goes_by_place
+from hf_parallel.guards.crossing import crosses_parameters, draws_numbers, goes_by_place
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -117,10 +117,11 @@ def refuse_crossing_updates(
     crosses = crosses_parameters(optimizer) if has_any else False
     by_place = pairs or (has_any and crosses is False and goes_by_place(optimizer))
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
-    found = torch.tensor([int(crosses is True), int(crosses is None), int(by_place)], device=device)
+    draws = has_any and draws_numbers(optimizer)
+    found = torch.tensor([int(crosses is True), int(crosses is None), int(by_place), int(draws)], device=device)
     if mesh.mp_group is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.mp_group)
-    kind, (anywhere, unknown, placed) = (
+    kind, (anywhere, unknown, placed, drawn) = (
         f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         found.tolist(),
     )
@@ -136,6 +137,13 @@ def refuse_crossing_updates(
             "parameter among others (a list of tensors beside them, as of Lookahead, or their numbers), but each stage has its "
             f"own parameters only, counted from its first. Keep such tensors in optimizer.state[parameter], use one of "
             f"{known_names()}, or set pp_size to 1."
+        )
+    if drawn:
+        logger.warning(
+            "hf_parallel: optimizer %s draws random numbers in its steps. With pp_size=%d each stage draws for its own parameters, so they "
+            "are not those of one process. Draw them from a generator that is seeded for each parameter (by its name and the step).",
+            kind,
+            mesh.shape.pp_size,
         )
     if unknown:
         logger.warning(

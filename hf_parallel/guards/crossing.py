@@ -54,10 +54,31 @@ def goes_by_place(optimizer: optim.Optimizer) -> bool:
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             whole = _moves(optimizer, 1.0)
-            fresh = torch.Generator().manual_seed(0).get_state()
-            return bool(torch.equal(torch.get_rng_state(), fresh)) and _differ(_moves(optimizer, 1.0, 1), whole[1:])
+            return _has_fresh_numbers(device) and _differ(_moves(optimizer, 1.0, 1), whole[1:])
     except Exception:  # noqa: BLE001  as above
         return False
+
+
+def draws_numbers(optimizer: optim.Optimizer) -> bool:
+    """Whether a step draws from torch's own generator: a rank that steps on other parameters draws other numbers for each.
+
+    As `crosses_parameters`. False for one whose copy does not step.
+    """
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            _moves(optimizer, 1.0)
+            return not _has_fresh_numbers(device)
+    except Exception:  # noqa: BLE001  as above
+        return False
+
+
+def _has_fresh_numbers(device: torch.device) -> bool:
+    """Whether nothing was drawn since the last step of `_moves` began."""
+    now = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    torch.manual_seed(0)
+    fresh = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return all(torch.equal(one, other) for one, other in zip(now, fresh, strict=True))
 
 
 def keeps_by_place(optimizer: optim.Optimizer) -> bool:

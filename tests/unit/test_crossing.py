@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_parallel.guards.crossing import crosses_parameters, goes_by_place
+from hf_parallel.guards.crossing import crosses_parameters, draws_numbers, goes_by_place
 from hf_parallel.guards.elementwise import treats_elements_alone
 
 
@@ -44,6 +44,17 @@ class Counts(Clips):
         return torch.optim.AdamW.step(self, closure)
 
 
+class Noisy(torch.optim.SGD):
+    """Adds noise, as Langevin dynamics do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        return super().step(closure)
+
+
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(6, 5)) for _ in range(4)]
 
@@ -64,6 +75,15 @@ def test_updates_that_cross_parameters_are_found(rate: float | None) -> None:
     assert (clips.steps, counts.steps) == (0, 0)
     assert not counts.state
     assert not treats_elements_alone(clips)
+
+
+def test_drawn_numbers_are_found() -> None:
+    for kind, draws in ((Noisy, True), (Counts, False), (Clips, False)):
+        optimizer = scheduled(kind(parameters(), lr=1e-2), 0.0)
+        state = torch.get_rng_state()
+        assert draws_numbers(optimizer) is draws
+        assert torch.equal(torch.get_rng_state(), state)
+    assert not goes_by_place(Noisy(parameters(), lr=1e-2))
 
 
 def test_a_step_that_was_put_on_one_optimizer_is_not_known() -> None:
