@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hf_parallel.checkpoints.agree import raise_anywhere
+from hf_parallel.checkpoints.weights.before_reading import follow, unfollow
 from hf_parallel.checkpoints.weights.conversions import Group
-from hf_parallel.checkpoints.weights.untouched import follow, unfollow
 from hf_parallel.checkpoints.weights.writer import Reader, Stored
 from hf_parallel.compat.torch_tools import move_everything, move_values_only
 from hf_parallel.errors import CheckpointError, ConfigError, UnsupportedError
