@@ -24,7 +24,8 @@ class Placement:
         links: What joins its ranks.
         sums_in_nodes: Whether gradients are summed inside a node first.
         sent: Axis -> bytes that a rank sends along it in an optimizer step, or those for each rank of a pipeline; of "pp" those to its
-            neighbours, of "experts" those of sums of experts that ranks share, and "ends" those that the first and the last rank of a pipeline send to each other. None: not known.
+            neighbours, of "experts" those of sums of experts that ranks share, and "ends" those that the first and the last rank of a
+            pipeline send to each other. None: not known.
     """
 
     shape: MeshShape

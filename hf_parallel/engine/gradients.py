@@ -26,7 +26,6 @@ from hf_parallel.engine.global_norm import GlobalNorm
 from hf_parallel.engine.optimizer_rules import (
     cut_states,
     drop_others,
-    has_only,
     refuse_crossing_updates,
     refuse_whole_tensor_updates,
 )
@@ -333,9 +332,8 @@ class GradientSync:
         if self._mesh.parts.size > 1:
             cut_states(optimizer, self._name_now, self._ledger, self._mesh)
         self.replicas.take_over(optimizer)
-        live = list(self._parameters.values())
-        pairs = keeps_by_place(optimizer) and not has_only(optimizer, live)
-        drop_others(optimizer, live)
+        has_own_list = keeps_by_place(optimizer)
+        pairs = drop_others(optimizer, self._parameters.values()) and has_own_list
         partitions = self.replicas.partitions
         refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
         refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)

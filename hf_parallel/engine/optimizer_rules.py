@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -41,19 +41,16 @@ def cut_states(
                 state[key] = entry.spec.shard(value, mesh.parts.size, mesh.parts.rank)
 
 
-def has_only(optimizer: torch.optim.Optimizer, live: Sequence[nn.Parameter]) -> bool:
-    """Whether an optimizer has no parameters but those of this rank."""
-    known = {id(parameter) for parameter in live}
-    return all(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
-
-
-def drop_others(optimizer: torch.optim.Optimizer, live: Sequence[nn.Parameter]) -> None:
-    """Keep an optimizer's parameters and states of this rank alone."""
-    known = {id(parameter) for parameter in live}
+def drop_others(optimizer: torch.optim.Optimizer, live: Iterable[nn.Parameter]) -> bool:
+    """Keep an optimizer's parameters and states of this rank alone; whether it had parameters of others."""
+    known, had_others = {id(parameter) for parameter in live}, False
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) in known]
+        kept = [parameter for parameter in group["params"] if id(parameter) in known]
+        had_others |= len(kept) < len(group["params"])
+        group["params"] = kept
     for parameter in [one for one in optimizer.state if isinstance(one, nn.Parameter) and id(one) not in known]:
         del optimizer.state[parameter]
+    return had_others
 
 
 def refuse_whole_tensor_updates(

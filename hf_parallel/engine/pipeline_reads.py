@@ -115,9 +115,7 @@ class ReadingPipelineEngine(PipelineEngine):
 
     def _list(self, output: PipelineOutput | PipelineTrainingOutput, kind: CallKind) -> None:
         """Give `output` the places of the model's own."""
-        if self._unlisted is None:
-            output.lists_own()
-        elif kind.names:
+        if kind.names and self._unlisted is not None:
             output.lists([name for name in kind.names if name not in self._unlisted])
 
     def _values(self, reading: Reading, loss: torch.Tensor | None = None) -> More:

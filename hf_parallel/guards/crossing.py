@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,9 +37,8 @@ def crosses_parameters(optimizer: optim.Optimizer) -> bool | None:
     Returns:
         None if that cannot be found out: its copy does not step on tiny parameters.
     """
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with _own_numbers(optimizer):
             moved = [_moves(optimizer, others)[::2] for others in (1.0, 7.0)]
     except Exception:  # noqa: BLE001  code of the user's, on a copy, may raise anything
         return None
@@ -50,9 +50,8 @@ def goes_by_place(optimizer: optim.Optimizer) -> bool:
 
     As `crosses_parameters`. False for one that draws random numbers, which are others then, or whose copy does not step.
     """
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with _own_numbers(optimizer) as device:
             whole = _moves(optimizer, 1.0)
             return _has_fresh_numbers(device) and _differ(_moves(optimizer, 1.0, 1), whole[1:])
     except Exception:  # noqa: BLE001  as above
@@ -64,13 +63,20 @@ def draws_numbers(optimizer: optim.Optimizer) -> bool:
 
     As `crosses_parameters`. False for one whose copy does not step.
     """
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with _own_numbers(optimizer) as device:
             _moves(optimizer, 1.0)
             return not _has_fresh_numbers(device)
     except Exception:  # noqa: BLE001  as above
         return False
+
+
+@contextmanager
+def _own_numbers(optimizer: optim.Optimizer) -> Iterator[torch.device]:
+    """Inside, random numbers are drawn that change none of those outside; gives the device of the parameters."""
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield device
 
 
 def _has_fresh_numbers(device: torch.device) -> bool:
