@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from hf_parallel.planner.adapters import adapter_pass
 from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, by_copies, groups_of, one_way
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.hardware import Cluster
@@ -104,6 +105,9 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     core, core_back = _attention(block, place)
     forward = products + kernels + core
     backward = (1 if spec.adapters else 2) * products + kernels_back + core_back  # frozen weights need no gradient
+    if spec.adapters:
+        there, back = adapter_pass(profile, block, spec, place.tokens, place.rate, place.moved)
+        forward, backward = forward + there, backward + back
     again = 0.0
     if spec.recompute == "full":
         again = forward

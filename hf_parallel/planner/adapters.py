@@ -1,0 +1,59 @@
+"""Seconds of LoRA's pairs of thin products beside the products of a frozen model, and of adding up both results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
+
+
+LEAST_RANK: Final = 8  # adapters of fewer on every product are rare
+# How often inputs and outputs of an adapted product are moved, forward and backward. PEFT's forward reads the input, writes
+# the result, scales it (read, written) and adds it (two read, one written). Its backward scales the gradient (read, written),
+# reads it for both thin products, reads the input and adds what it gets (written, two read, one written).
+# A compiler scales where it adds. Systems with kernels of their own do all of it inside of products.
+MOVED: Final = {"eager": ((1, 6), (5, 4)), "compiled": ((1, 4), (5, 3)), "fused": ((0, 0), (0, 0))}
+
+
+def adapted(profile: ModelProfile, block: BlockProfile, adapters: float) -> tuple[float, Sequence[Product]]:
+    """The rank of the adapters, and the products that have one: all of a block, or those of attention if the rank were too low.
+
+    Args:
+        profile: The model.
+        block: One of its kinds of blocks.
+        adapters: Parameters of all adapters.
+    """
+    choices = block.products, tuple(one for one in block.products if one.is_attention)
+    ranks = [adapters / len(profile.layers) / max(1, _widths(products)) for products in choices]
+    few = ranks[0] < LEAST_RANK and choices[1]
+    return ranks[bool(few)], choices[bool(few)]
+
+
+def _widths(products: Sequence[Product]) -> int:
+    return sum(one.stored * (one.inputs + one.outputs) for one in products)
+
+
+def adapter_pass(
+    profile: ModelProfile, block: BlockProfile, spec: LayoutSpec, tokens: float, rate: float, moved: float
+) -> tuple[float, float]:
+    """Seconds of one micro-batch in a block, forward and backward.
+
+    Args:
+        profile: The model.
+        block: The block.
+        spec: The layout.
+        tokens: Of a rank and micro-batch.
+        rate: FLOP/s of large products.
+        moved: Bytes per second of other kernels.
+    """
+    rank, products = adapted(profile, block, spec.adapters)
+    inputs = sum(one.times * one.inputs for one in products)
+    outputs = sum(one.times * one.outputs for one in products)
+    arithmetic = 2 * tokens * rank * (inputs + outputs) / rate / spec.tp
+    there, back = (
+        spec.element * tokens * (reads * inputs + writes * outputs) / moved / spec.tp
+        for reads, writes in MOVED[spec.kernels]
+    )
+    return arithmetic + there, 2 * arithmetic + back
