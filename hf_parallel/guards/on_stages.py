@@ -300,6 +300,14 @@ class OnStages(TorchDispatchMode):
             "(model.config.tie_word_embeddings = True and model.tie_weights() before the Trainer is made), or set pp_size to 1."
         )
 
+    @property
+    def _of_missing(self) -> str:
+        return (
+            f"hf_parallel: pp_size={self._pp_size}: each rank runs the blocks of its own stages only, and so do forward hooks. What a "
+            "hook on a block of another stage would have kept is not here: have the hook do all the work with what it sees, compute "
+            "the loss from the model's outputs, or set pp_size to 1."
+        )
+
     def _made(self, error: Exception) -> str:
         return (
             f"user code makes a new parameter of one that another stage has ({error}) with pp_size={self._pp_size}: optimizer and "
@@ -323,6 +331,9 @@ class OnStages(TorchDispatchMode):
                 for reason, say in ((OF_NOTHING, self._of_nothing), (TIES, self._ties), (MADE, self._made)):
                     if reason.search(str(error)):
                         raise UnsupportedError(say(error)) from error
+                raise
+            except (LookupError, UnboundLocalError) as error:
+                error.add_note(self._of_missing)
                 raise
             finally:
                 self._runs, self._found, self._kept = False, None, []

@@ -136,6 +136,17 @@ class OnKept(Trainer):
         return loss + sum(map(self.term, self.kept))
 
 
+class OnFirstKept(Trainer):
+    """A term on what a block gives, which a hook keeps that is there for one call."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        kept: list[Any] = []
+        handle = model.model.layers[1].register_forward_hook(lambda module, given, out: kept.append(out))
+        loss = model(**inputs).loss
+        handle.remove()
+        return loss + kept[0].pow(2).mean()
+
+
 class Probed(OnKept):
     """It trains a probe alone: nothing goes back into the model."""
 
@@ -211,6 +222,7 @@ user_steps.KINDS |= {
     "masks": adding(Masks),
     "limited": (Trainer, {"prepare": limited}),
     "kept": (OnKept, {}),
+    "kept_first": (OnFirstKept, {}),
     "wrapping": (Wrapping, {}),
     "on_gradients": (OnGradients, {}),
     "probed": (Probed, {"prepare": with_probe}),
@@ -325,6 +337,10 @@ def alone(rank: int, world_size: int, name: str, folder: str) -> str:
         ("ties", TIED),
         ("ties_by_config", TIED),
         ("kept", "the loss depends on a graph that was used and let go, with pp_size=2"),
+        (
+            "kept_first",
+            "IndexError: list index out of range\nhf_parallel: pp_size=2: each rank runs the blocks of its own stages only",
+        ),
     ],
 )
 def test_what_one_stage_cannot_do_is_refused_there(name: str, error: str, tmp_path: Path) -> None:
