@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback  # noqa: E402
 
 from hf_parallel import HFParallelCallback, HFParallelConfig  # noqa: E402
-from hf_parallel.data_parallel.fsdp import local_of  # noqa: E402
+from hf_parallel.data_parallel.fsdp_parts import local_of  # noqa: E402
 from hf_parallel.memory.estimate import host_states, parameters_of_ranks, states  # noqa: E402
 from hf_parallel.memory.shape import shape_of_config  # noqa: E402
 from hf_parallel.memory.terms import layout_of  # noqa: E402

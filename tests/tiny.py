@@ -420,6 +420,6 @@ def moved(model: Any, size: float) -> Any:
 
 def bytes_here(model: Any) -> int:
     """Of the parameters that this rank holds."""
-    from hf_parallel.data_parallel.fsdp import local_of
+    from hf_parallel.data_parallel.fsdp_parts import local_of
 
     return sum(local_of(parameter).nbytes for parameter in model.parameters())

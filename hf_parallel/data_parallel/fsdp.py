@@ -2,8 +2,8 @@
 
 Between steps each rank holds its rows of every parameter, as a `DTensor`. A block's parameters are gathered when the
 block runs and given up after it; its gradients are reduce-scattered, and averaged, during the backward pass. Everything
-here is about what `fully_shard` leaves open: which modules are gathered together, in which precision, what becomes of an
-optimizer that was made before, and how a whole tensor is taken apart and put together.
+here is about what `fully_shard` leaves open: which modules are gathered together, in which precision, and what becomes of an
+optimizer that was made before.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os+g+p; Zhao et al. 2023 (arXiv:2304.11277).
 """
@@ -33,55 +33,14 @@ from hf_parallel.compat.private_dtensor import (
     whole_indices_of_parts,
     whole_numbers_of_parts,
 )
-from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, writes_arguments
+from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters
 from hf_parallel.data_parallel.flat import refuse_overlaps
+from hf_parallel.data_parallel.fsdp_parts import CopiedRows, KeptPart, is_part, local_of, split_state
 from hf_parallel.data_parallel.gathered import Gathered
 from hf_parallel.errors import UnsupportedError
 
 
 HALF = (torch.bfloat16, torch.float16)
-
-
-class KeptPart(DTensor):
-    """A part whose memory stays: `fully_shard` works on it, and torch's own `DTensor` drops `parameter.data = new`."""
-
-    @property
-    def data(self) -> Tensor:
-        """As stock: the part, outside of autograd."""
-        return DTensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
-        raise UnsupportedError(
-            f"parameter.data = new, on a parameter of shape {tuple(self.shape)}, with zero.stage: 3 or engine: fsdp2: the parts are in "
-            "the memory of fully_shard, so the new data would be dropped. Change it in place, parameter.data.copy_(new), or set "
-            "zero.stage to 1 or 2 of the native engine."
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A parameter by itself, in parts of its own: a copy to average, say."""
-        copied: Tensor = memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
-        return copied
-
-
-class CopiedRows(DTensor):
-    """Rows of a tensor that ranks share out by rows: a copy, so that what is written to them would be lost."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        first = args[0] if args else None
-        written = first if isinstance(first, list | tuple) else [first]
-        if writes_arguments(func) and any(isinstance(one, CopiedRows) for one in written):
-            raise UnsupportedError(
-                "rows of a parameter or gradient were changed in place (p.grad[:n].zero_(), p.data[:n] = x) with zero.stage: 3 or "
-                "engine: fsdp2: ranks share out tensors by rows, so rows are a copy and the change would be lost. Change gradients in "
-                "a hook (parameter.register_hook), which gets the whole, change whole tensors, or set zero.stage to 1 or 2 of the "
-                "native engine."
-            )
-        found = super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if func.is_view and type(found) is DTensor:
-            found.__class__ = cls
-        return found
 
 
 class ShardedModel:
@@ -348,66 +307,6 @@ def self_contained(model: nn.Module, units: Sequence[Sequence[str]]) -> dict[tup
         if held and all(name.startswith(tuple(f"{one}." for one in unit)) for name in held):
             found[tuple(unit)] = modules
     return found
-
-
-def is_part(tensor: object) -> bool:
-    """Whether a tensor is this rank's part of one that is sharded."""
-    return isinstance(tensor, DTensor)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's rows of a tensor that is sharded, in its own memory; any other tensor as it is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that is sharded, on every rank; any other tensor as it is. Collective over its ranks."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    mesh, local = tensor.device_mesh, local_of(tensor).detach()
-    here = _as_part(tensor, local.to(mesh.device_type))  # parts in host memory are copied from the device
-    whole: Tensor = here.full_tensor()
-    return whole
-
-
-def rows_of(like: Tensor, whole: Tensor) -> Tensor:
-    """Of `whole`, which has the shape of the tensor that `like` is a part of, the rows that `like` has."""
-    if not isinstance(like, DTensor):
-        return whole
-    first = first_row_of(like)
-    return whole[first : first + local_of(like).shape[0]]
-
-
-def first_row_of(tensor: Tensor) -> int:
-    """Which row of the tensor that is sharded this rank's part begins with; 0 for any other tensor."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    ranks, rank = tensor.device_mesh.size(-1), tensor.device_mesh.get_local_rank(-1)
-    return min(rank * -(-tensor.shape[0] // ranks), tensor.shape[0])
-
-
-def split_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer state of a parameter, its tensors sharded as the parameter is."""
-    return {
-        key: _as_part(parameter, rows_of(parameter, value).to(local_of(parameter).device).clone())
-        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
-
-
-def part_like(like: Tensor, local: Tensor) -> Tensor:
-    """This rank's rows as a tensor that is sharded as `like` is, or as they are if it is not."""
-    return _as_part(like, local.to(local_of(like).device)) if isinstance(like, DTensor) else local
-
-
-def _as_part(like: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def _device_mesh(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
+from hf_parallel.data_parallel.fsdp_parts import is_part, local_of, rows_of
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
 

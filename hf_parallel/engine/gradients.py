@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.torch_tools import scale_all
-from hf_parallel.data_parallel.fsdp import local_of
+from hf_parallel.data_parallel.fsdp_parts import local_of
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.ahead import Ahead
 from hf_parallel.engine.autograd_nodes import logits_node, loss_node
+from hf_parallel.engine.callers_backward import CallersBackward
 from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import LossFunction, MicrobatchLoss, Share
@@ -33,7 +34,7 @@ from hf_parallel.engine.other_outputs import Caught
 from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
 from hf_parallel.engine.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.aside import Made, accumulate, add, apart, together
+from hf_parallel.guards.aside import Made, apart
 from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batch_hooks import BatchHooks
 from hf_parallel.guards.batches import BatchDigests
@@ -95,9 +96,6 @@ class PipelineEngine(Engine):
         self._window: Window | None = None
         self._factors = WindowFactors()
         self._seed = 1.0
-        self._passed: list[tuple[Made, torch.Tensor]] = []  # of the caller's backward pass that now runs
-        # Of the same, for each of its schedules: they count if their parameters are not frozen meanwhile.
-        self._doubtful: list[list[tuple[torch.nn.Parameter, torch.Tensor]]] = []
         self._digests = BatchDigests(self.mesh, self._common_weights(attachment), attachment.gradients.settings)
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
@@ -112,6 +110,7 @@ class PipelineEngine(Engine):
             group=self._freezing.group,
             take_reduced=self.gradients.take_reduced,
         )
+        self._callers = CallersBackward(self._freezing, self._hooks, self._backwards, attachment)
         self._direct = self._watch_direct()
         self.ahead: Ahead | None = None
         if schedule in ASYNCHRONOUS:
@@ -350,20 +349,6 @@ class PipelineEngine(Engine):
             if self._freezing.begin():
                 self.runtime.forget_headers()
 
-    def _drop_frozen(self, *, keeps: bool = False) -> set[int]:
-        """Gradients of parameters that were frozen before the schedule do not count; their ids.
-
-        Args:
-            keeps: Whether `p.grad` is of earlier schedules, when the parameter was trained.
-        """
-        with self.attachment.watchdog.waiting("waits for what the other stages froze"):
-            frozen = self._freezing.finish()
-        for parameter in frozen if not keeps else ():
-            parameter.grad = None
-        if frozen and not keeps:
-            self.gradients.follow_freezing()
-        return {id(parameter) for parameter in frozen}
-
     def _finish_backward(self, made: Made | None, seed: float, gradient: torch.Tensor) -> None:
         """Backward of a returned loss: the factor of upstream code is known now.
 
@@ -373,7 +358,7 @@ class PipelineEngine(Engine):
             gradient: What upstream code multiplied the loss with (0-d).
         """
         if made is not None:
-            self._passed.append((made, gradient / seed))
+            self._callers.backpropagated(made, gradient / seed)
             self.end_pass_later()
             return
         self.gradients.begin_callers_backward()
@@ -385,23 +370,11 @@ class PipelineEngine(Engine):
             self._window = None
             # One schedule, whose batches are compared above and whose factors are compared here.
             self.end_pass(self._factors.take(), lambda: None)
-            self._drop_frozen()  # last: some of their gradients were reduced while the schedule ran
+            self._callers.drop_frozen()  # last: some of their gradients were reduced while the schedule ran
 
     def before_end(self) -> None:
-        """Add the gradients of the forwards whose losses were backpropagated in this pass, each times its factor."""
-        passed, self._passed = together(self._passed), []
-        doubtful, self._doubtful = self._doubtful, []
-        on_cpu = self.attachment.device.type == "cpu"
-        frozen: set[int] = set()
-        if self.ends_step or on_cpu:  # a GPU is waited for at the end of a step only
-            frozen = self._drop_frozen(keeps=on_cpu)
-        for gradients in doubtful:
-            accumulate([(parameter, gradient) for parameter, gradient in gradients if id(parameter) not in frozen])
-        for made, factor in passed:
-            gradients = [(parameter, gradient) for parameter, gradient in made.take() if id(parameter) not in frozen]
-            self._backwards.scaled(factor)
-            add(self._hooks.keep(gradients, factor), factor)
-        self._hooks.run(frozen)
+        """Add up what schedules have made of the losses that were backpropagated in this pass."""
+        self._callers.add_up(ends_step=self.ends_step)
 
     def compare_step(self) -> None:
         """Compare what the ranks backpropagated, and which batches they have read."""
@@ -463,10 +436,8 @@ class PipelineEngine(Engine):
         self.end_pass_later()
         # No bucket leaves early: the loss may still give a parameter a gradient itself.
         self.runtime.at_last_backward = None
-        separate = list({id(p): p for p in (*self._hooks.hooked, *self._freezing.doubtful)}.values())
-        with self._direct.resting(), self._running.inside(), self._hooks.held(), apart(separate) as made:
+        with self._direct.resting(), self._running.inside(), self._callers.runs_schedule():
             yield
-        self._doubtful.append(self._hooks.keep(made.take()))
         self.attachment.watchdog.runs()
 
     # -- forward only --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.data_parallel.fsdp import local_of
+from hf_parallel.data_parallel.fsdp_parts import local_of
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.alike import BITS, digest_of, factors

@@ -21,7 +21,7 @@ from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import gather_adapters, has_adapters
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
-from hf_parallel.data_parallel.fsdp import local_of, rows_of
+from hf_parallel.data_parallel.fsdp_parts import local_of, rows_of
 from hf_parallel.engine.direct import Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import Meeting

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from hf_parallel.data_parallel.fsdp import explained, is_part
+from hf_parallel.data_parallel.fsdp import explained
+from hf_parallel.data_parallel.fsdp_parts import is_part
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.guards.meeting import meeting_of_shards

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_parallel.checkpoints.state.pieces import Piece, is_writer, pieces_of
 from hf_parallel.data_parallel.flat import FlatShard, is_per_element
-from hf_parallel.data_parallel.fsdp import first_row_of, is_part, local_of
+from hf_parallel.data_parallel.fsdp_parts import first_row_of, is_part, local_of
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry, Ledger

@@ -21,7 +21,7 @@ from hf_parallel.checkpoints.state.optimizer import (
 )
 from hf_parallel.checkpoints.state.pieces import Piece, pieces_of
 from hf_parallel.data_parallel.flat import FlatShard, is_per_element
-from hf_parallel.data_parallel.fsdp import first_row_of, is_part, local_of, part_like
+from hf_parallel.data_parallel.fsdp_parts import first_row_of, is_part, local_of, part_like
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import CheckpointError
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_parallel.checkpoints.reader import Reader, Stored
 from hf_parallel.checkpoints.weights.gather import gather_tensors
-from hf_parallel.data_parallel.fsdp import local_of, rows_of
+from hf_parallel.data_parallel.fsdp_parts import local_of, rows_of
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
