@@ -92,14 +92,14 @@ def follow(tensors: Sequence[Tensor]) -> None:
             tensor.__class__ = _NotRead
 
 
-def unfollow(named: Mapping[str, Tensor]) -> dict[str, list[torch.dtype]]:
-    """End it; returns what each tensor was cast to, in order.
+def unfollow(named: Mapping[str, Tensor]) -> tuple[dict[str, list[torch.dtype]], str | None]:
+    """End it.
 
     Args:
         named: Every tensor without values of a model.
 
-    Raises:
-        ValueError: The name of the first whose values were changed, or that is not one of those that were followed.
+    Returns:
+        What each tensor was cast to, in order, and the name of the first whose values were changed, or that was not followed.
     """
     changed, casts = None, {}
     for name, tensor in named.items():
@@ -110,6 +110,4 @@ def unfollow(named: Mapping[str, Tensor]) -> dict[str, list[torch.dtype]]:
             changed = changed or name
         else:
             casts[name] = done.dtypes
-    if changed is not None:
-        raise ValueError(changed)
-    return casts
+    return casts, changed

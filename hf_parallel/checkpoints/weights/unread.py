@@ -95,15 +95,13 @@ class Unread:
         Raises:
             CheckpointError: Values were changed that are not there yet; the same text on every rank.
         """
-        problem = None
-        try:
-            self.casts |= unfollow({one.names[0]: one.tensor for one in wanted_of(model)})
-        except ValueError as error:
-            problem = (
-                f"{error} was changed before it was read: the model was loaded with hf_parallel.sharded_loading, and has no values to "
-                "change until training begins. Change it in a callback's on_train_begin, or load the model without sharded_loading."
-            )
-        raise_anywhere(problem)
+        casts, changed = unfollow({one.names[0]: one.tensor for one in wanted_of(model)})
+        self.casts |= casts
+        raise_anywhere(
+            changed
+            and f"{changed} was changed before it was read: the model was loaded with hf_parallel.sharded_loading, and has no values "
+            "to change until training begins. Change it in a callback's on_train_begin, or load the model without sharded_loading."
+        )
         vars(model).pop("resize_token_embeddings", None)
         if self._hook is not None:
             self._hook.remove()
