@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import typer
 from rich.console import Console
@@ -12,6 +13,9 @@ from rich.table import Table
 
 from hf_parallel.planner.scaling import Scaled
 from hf_parallel.planner.search import Plan
+
+
+AXES: Final = ("tp", "pp", "dp", "zero", "micro_batch", "num_microbatches")
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
@@ -64,11 +68,12 @@ def show(plans: Sequence[Plan], as_json: bool) -> None:
         _print_json([_facts(one) for one in plans])
         return
     table = _table("", "layout", "step s", "tokens/s", "mfu", "bubble", "messages s", "GB")
+    common = _common(plans)
     for place, one in enumerate(plans, 1):
         own = one.estimate
         table.add_row(
             str(place),
-            _short(one),
+            _short(one, common),
             f"{own.step_s:.3g} ({own.low_s:.3g}-{own.high_s:.3g})",
             f"{own.tokens_per_s:.0f}",
             f"{own.mfu:.0%}",
@@ -77,6 +82,8 @@ def show(plans: Sequence[Plan], as_json: bool) -> None:
             f"{own.total_bytes / 1e9:.1f}",
         )
     Console().print(table)
+    if common:
+        typer.echo(f"all of them: {', '.join(f'{key}={value}' for key, value in common.items())}")
     cluster = plans[0].cluster
     typer.echo(f"{cluster.num_gpus} GPUs of {plans[0].limit_bytes / 1e9:.1f} GB; 1 GB = 1e9 bytes")
     for place, one in enumerate(plans, 1):
@@ -105,12 +112,22 @@ def show_scaling(rows: Sequence[Scaled], as_json: bool) -> None:
     Console().print(table)
 
 
-def _short(plan: Plan) -> str:
-    """A layout in few words: the axes, the passes, and what is not usual."""
-    spec, shown = plan.spec, ("tp", "pp", "dp", "zero", "micro_batch", "num_microbatches")
+def _common(plans: Sequence[Plan]) -> dict[str, Any]:
+    """What is not usual and the same in several plans: most of it was asked for."""
+    first, *others = plans
+    same = {k: v for k, v in _unusual(first).items() if all(one.layout.get(k) == v for one in others)}
+    return same if others else {}
+
+
+def _short(plan: Plan, common: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """A layout in few words: the axes, the passes, and what is not usual, nor `common` to it and others."""
+    spec = plan.spec
     text = (
         f"tp={spec.tp} pp={spec.pp} dp={spec.dp} zero={spec.zero}, {spec.num_microbatches} x {spec.micro_batch} rows"
     )
-    hidden = {"schedule": "1f1b" if spec.pp == 1 else "", "recompute": "none"}
-    others = (f"{k}={v}" for k, v in plan.layout.items() if k not in shown and v != hidden.get(k))
-    return ", ".join([text, *others])
+    return ", ".join([text, *(f"{key}={value}" for key, value in _unusual(plan).items() if key not in common)])
+
+
+def _unusual(plan: Plan) -> dict[str, Any]:
+    hidden = {"schedule": "1f1b" if plan.spec.pp == 1 else "", "recompute": "none"}
+    return {key: value for key, value in plan.layout.items() if key not in AXES and value != hidden.get(key)}

@@ -59,11 +59,13 @@ class Pass:
         forward: All of it.
         backward: All of it, what is computed again included.
         exposed: Of both, what messages add.
+        weights: Of the backward, what gradients of weights take, which schedules may put off.
     """
 
     forward: float
     backward: float
     exposed: float = 0.0
+    weights: float = 0.0
 
     @property
     def both(self) -> float:
@@ -126,7 +128,8 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     sharded = _sharded_messages(profile, block, place, *whole)
     exposed = whole[0] - max(forward, host) + whole[1] - max(backward + again, host_back)
     exposed += sum(sharded) - sum(whole)
-    return Pass(*sharded, exposed)
+    late = 0.0 if spec.adapters else products / (backward + again) * whole[1]
+    return Pass(*sharded, exposed, late)
 
 
 def _summed(parameters: float, place: Place) -> float:
@@ -265,7 +268,8 @@ def head_pass(profile: ModelProfile, place: Place) -> Pass:
     each = FUSED_LOSS if spec.loss == "fused" else KERNELS["eager" if spec.loss == "logits" else spec.kernels].logits
     logits = each * place.tokens * profile.vocab / spec.tp / place.moved
     summed = _summed(profile.head, place)
-    return Pass(product + logits / 3, (1 if spec.adapters else 2) * product + 2 * logits / 3 + summed)
+    late = 0.0 if spec.adapters else product
+    return Pass(product + logits / 3, product + late + 2 * logits / 3 + summed, weights=late)
 
 
 def embedding_pass(profile: ModelProfile, place: Place) -> Pass:

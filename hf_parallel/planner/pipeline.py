@@ -13,7 +13,6 @@ from hf_parallel.planner.layout import LayoutSpec
 
 
 ROUNDS: Final = 3  # of pp_size micro-batches that are simulated before a step repeats itself
-WEIGHTS_SHARE: Final = 0.5  # of a backward, what the gradients of weights take
 CLOSED: Final = frozenset({"naive", "gpipe", "1f1b", "interleaved_1f1b"})
 
 
@@ -79,7 +78,13 @@ def _filled(costs: Sequence[float], first: float, last: float, num_stages: int, 
 
 
 def makespan(
-    spec: LayoutSpec, forward: Sequence[float], backward: Sequence[float], hop: float, *, exact: bool = True
+    spec: LayoutSpec,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hop: float,
+    *,
+    weights: Sequence[float] | None = None,
+    exact: bool = True,
 ) -> float:
     """Seconds of all passes of a step.
 
@@ -88,6 +93,7 @@ def makespan(
         forward: Seconds of each stage, its messages included.
         backward: The same of the backward.
         hop: Seconds that a message is on its way besides.
+        weights: What gradients of weights take of each backward; None is half of it.
         exact: Simulate the schedule; else its closed form where it has one.
     """
     m, p = spec.num_microbatches, spec.pp
@@ -95,29 +101,42 @@ def makespan(
         return m * (sum(forward) + sum(backward))
     if not exact and spec.schedule in CLOSED:
         return _closed(spec, forward, backward, hop)
+    late = [0.5 * one for one in backward] if weights is None else weights
     rounds = ROUNDS if spec.schedule != "naive" else 1
     few = rounds * p + m % p
     odd = m % p and spec.schedule.startswith("interleaved")  # its groups are of another size for every count
     if spec.schedule == "gpipe" or m <= few + p or odd:
-        return _simulated(spec, m, forward, backward, hop)
-    before, after = (_simulated(spec, count, forward, backward, hop) for count in (few, few + p))
-    return before + (after - before) * (m - few) / p
+        return _simulated(spec, m, forward, backward, late, hop)
+    before, after = (_simulated(spec, count, forward, backward, late, hop) for count in (few, few + p))
+    # The first rounds of an uneven pipeline may be faster than those that follow.
+    return max(before + (after - before) * (m - few) / p, m * max(_loads(spec, forward, backward)))
 
 
-def _simulated(spec: LayoutSpec, count: int, forward: Sequence[float], backward: Sequence[float], hop: float) -> float:
+def _simulated(
+    spec: LayoutSpec,
+    count: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weights: Sequence[float],
+    hop: float,
+) -> float:
     schedule = schedule_of(spec.schedule, spec.pp, count, spec.stages_per_rank)
-    weights = [WEIGHTS_SHARE * one for one in backward]
     return simulate(schedule, forward, backward, weight_costs=weights, latency=hop).makespan
 
 
 def _closed(spec: LayoutSpec, forward: Sequence[float], backward: Sequence[float], hop: float) -> float:
     """Steady passes of the slowest rank, and one pass through all others, shared by a rank's stages."""
     m, p, v = spec.num_microbatches, spec.pp, spec.stages_per_rank
-    stages = [one + other for one, other in zip(forward, backward, strict=True)]
+    ranks = _loads(spec, forward, backward)
     if spec.schedule == "naive":
-        return m * (sum(stages) + 2 * (len(stages) - 1) * hop)
-    ranks = [0.0] * p
-    for rank, one in zip(placement(spec), stages, strict=True):
-        ranks[rank] += one
+        return m * (sum(ranks) + 2 * (len(forward) - 1) * hop)
     slowest = max(ranks)
     return m * slowest + (sum(ranks) - slowest) / v + 2 * (p - 1) * hop
+
+
+def _loads(spec: LayoutSpec, forward: Sequence[float], backward: Sequence[float]) -> list[float]:
+    """Seconds of a micro-batch on each rank."""
+    loads = [0.0] * spec.pp
+    for rank, *both in zip(placement(spec), forward, backward, strict=True):
+        loads[rank] += sum(both)
+    return loads

@@ -224,11 +224,13 @@ def step_of(
     even = spec.kernels == "fused"
     computed = [one.both - one.exposed for one in blocks]  # of links, the cut knows nothing
     counts = cut(computed, first.both, last.both, spec.num_stages, even=even)
-    stages, forward, backward = _stages(blocks, counts, first, last)
+    stages, forward, backward, weights = _stages(blocks, counts, first, last)
     sent, way = _between_stages(profile, place)
     per_stage = c.t_micro / 2 + sent
     passes = makespan(
-        spec, [one + per_stage for one in forward], [one + per_stage for one in backward], way, exact=exact
+        *(spec, [one + per_stage for one in forward], [one + per_stage for one in backward], way),
+        weights=weights,
+        exact=exact,
     )
     busy = sum(forward) + sum(backward) + 2 * per_stage * len(forward)
     ideal = spec.num_microbatches * busy / spec.pp
@@ -252,18 +254,20 @@ def blocks_of_stages(model: Any, cluster: Cluster, spec: LayoutSpec, seq_len: in
 
 def _stages(
     blocks: Sequence[Pass], counts: Sequence[int], first: Pass, last: Pass
-) -> tuple[list[float], list[float], list[float]]:
-    """Exposed messages, forward and backward of each stage."""
-    exposed, forward, backward, layer = [], [], [], 0
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Exposed messages, forward, backward and gradients of weights of each stage."""
+    exposed, forward, backward, weights, layer = [], [], [], [], 0
     for count in counts:
         own = blocks[layer : layer + count]
         exposed.append(sum(one.exposed for one in own))
         forward.append(sum(one.forward for one in own))
         backward.append(sum(one.backward for one in own))
+        weights.append(sum(one.weights for one in own))
         layer += count
     forward[0], backward[0] = forward[0] + first.forward, backward[0] + first.backward
     forward[-1], backward[-1] = forward[-1] + last.forward, backward[-1] + last.backward
-    return exposed, forward, backward
+    weights[-1] += last.weights
+    return exposed, forward, backward, weights
 
 
 def _between_stages(profile: ModelProfile, place: Place) -> tuple[float, float]:

@@ -85,6 +85,12 @@ def test_scaling_shows_speed_and_what_messages_cost(command: list[str]) -> None:
     assert "computation" in CliRunner().invoke(app, [*command, *options]).output
 
 
+def test_what_all_plans_have_is_said_once(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--adapters", "100000", "--layout", "kernels=compiled"])
+    assert result.exit_code == 0, result.output
+    assert re.findall(r".*adapters.*", result.output) == ["all of them: kernels=compiled, adapters=100000"]
+
+
 def test_adapters_need_less(command: list[str]) -> None:
     def facts(*options: str) -> dict[str, float]:
         result = CliRunner().invoke(app, [*command, *options, "--why", "dp=4,zero=1", "--json"])

@@ -213,8 +213,31 @@ def test_a_long_step_is_the_short_one_continued(schedule: str, passes: int) -> N
     spec = layout_of({"pp": 4, "num_microbatches": passes, "schedule": schedule})
     one = [1.0 + 0.1 * stage for stage in range(spec.num_stages)]
     other = [2.1 - 0.1 * stage for stage in range(spec.num_stages)]
-    whole = _simulated(spec, passes, one, other, 0.01)
+    whole = _simulated(spec, passes, one, other, [0.5 * each for each in other], 0.01)
     assert makespan(spec, one, other, 0.01) == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"])
+def test_no_rank_does_more_than_there_is_time_for(schedule: str, share: float) -> None:
+    """Whatever of a backward may be put off: with adapters nothing."""
+    from hf_parallel.planner.pipeline import _simulated
+
+    spec = layout_of({"pp": 2, "num_microbatches": 32, "schedule": schedule})
+    one, other = [1.0, 1.0, 1.0, 1.3], [2.0, 2.0, 2.0, 2.3]
+    late = [share * each for each in other]
+    ranks = [sum(one[s] + other[s] for s, rank in enumerate(placement(spec)) if rank == own) for own in (0, 1)]
+    total = makespan(spec, one, other, 0.0, weights=late)
+    assert total >= 32 * max(ranks)
+    assert total == pytest.approx(_simulated(spec, 32, one, other, late, 0.0), rel=0.015)
+
+
+def test_only_what_is_trained_can_fill_bubbles() -> None:
+    cluster, layout = Cluster(1, 4, "a100_80"), {"pp": 4, "num_microbatches": 8, "schedule": "zbv_zero_bubble"}
+    whole, adapters = (
+        predict(SMALL, cluster, layout | more, seq_len=2048).bubble for more in ({}, {"adapters": 10_000_000})
+    )
+    assert adapters > whole + 0.05
 
 
 @pytest.mark.parametrize("last", [0.0, 2.2, 9.0])
