@@ -18,6 +18,7 @@ class Expected:
     Attributes:
         forward: Cost of one microbatch on each stage, in a unit of the plan; empty with one stage.
         backward: The same of the full backward.
+        weights: What gradients of weights take of that.
         bubble: Idle share of the ranks in a step, None with one stage.
         states_bytes: Of each pipeline rank: weights, gradients and Adam's states, without ZeRO.
         activation_bytes: Of each pipeline rank, for each token of a microbatch; empty with one stage.
@@ -26,6 +27,7 @@ class Expected:
 
     forward: tuple[float, ...] = ()
     backward: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
     bubble: float | None = None
     states_bytes: tuple[tuple[int, int, int], ...] = ()
     activation_bytes: tuple[float, ...] = ()
@@ -68,6 +70,7 @@ def expected(
     return Expected(
         tuple(stage.forward for stage in prediction.stages),
         tuple(stage.backward for stage in prediction.stages),
+        tuple(stage.weights for stage in prediction.stages),
         prediction.bubble,
         states,
         tuple(rank.activations for rank in prediction.ranks),

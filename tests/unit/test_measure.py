@@ -99,6 +99,7 @@ def test_blocks_behind_frozen_ones_and_skipped_ones_still_get_times() -> None:
     assert costs.of_backward().first == 0
     assert costs.of_backward().blocks[:2] == (0, 0)
     assert min(costs.of_backward().blocks[2:]) > 0
+    assert max(costs.of_weights().blocks[:2]) == 0
 
 
 def test_the_typical_batch_is_no_longer_than_the_model_takes() -> None:

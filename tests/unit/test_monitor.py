@@ -83,7 +83,7 @@ def job_of(records: list[StepRecord], choice: ScheduleChoice, tokens: float = 32
         told = summed(sums, sums.computing, tokens=tokens, flops=flops, hardware_flops=2 * flops, peak=100.0)
         rows.append(decoded(encoded(told, sums, stages, 2), stages))
     forward, backward = (1.0,) * len(choice.placement), (2.0,) * len(choice.placement)
-    expected = Expected(forward, backward, 0.25)
+    expected = Expected(forward, backward, forward, 0.25)
     shape = MeshShape(1, len(records), 1)
     return Job(shape, choice, expected, [told for told, _ in rows], [stages for _, stages in rows])
 

@@ -17,6 +17,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs, stage_costs
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.partition import MAX_SIMULATIONS, partition, step_time
+from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, predict
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule
 from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES, build_schedule
 from hf_parallel.pipeline_parallel.schedule.simulate import simulate
@@ -135,6 +136,7 @@ def test_traffic_of_the_loss_and_the_embedding_is_counted_and_a_recomputed_block
     assert both.first - products.first > 2.0 * 4 * 32  # the embedding's output is written
     assert both.of_backward().blocks == pytest.approx([3 * c for c in both.blocks])
     assert both.of_backward().last == 2 * both.last
+    assert both.of_weights().blocks == pytest.approx(both.blocks)  # what runs again is no gradient of a weight
 
 
 def test_a_frozen_layer_costs_the_gradient_of_its_input_and_only_above_a_trained_one() -> None:
@@ -149,10 +151,23 @@ def test_a_frozen_layer_costs_the_gradient_of_its_input_and_only_above_a_trained
     assert ratios == pytest.approx([0, 0, 1 + share, 1, 1])
     assert costs.of_backward().first == 0
     assert costs.of_backward().last == costs.last
+    assert costs.of_weights() == StageCosts((0, 0, pytest.approx(share * costs.blocks[2]), 0, 0), 0, 0)
     again = block_costs(model, plan, recomputed=True)
     assert again.of_backward().blocks == pytest.approx(
         [0, 0, *(b + f for f, b in zip(costs.blocks[2:], costs.of_backward().blocks[2:], strict=True))]
     )
+
+
+def test_a_schedule_fills_bubbles_with_gradients_of_trained_weights_only() -> None:
+    model, schedule = build("llama_tied"), build_schedule("zbv_zero_bubble", 2, 4)
+    plan = discover_stages(model, batch())
+    bubbles, bounds = [], [0, 1, 3, 4, 5]
+    for trained in (True, False):
+        model.requires_grad_(trained)
+        model.model.layers[0].mlp.up_proj.requires_grad_(True)
+        costs = block_costs(model, plan)
+        bubbles.append(predict(plan, bounds, costs, schedule, [Holding(1, 4, 4, 8)] * 2).bubble)
+    assert bubbles[1] > bubbles[0] + 0.03
 
 
 def test_costs_of_a_mixture_count_the_routed_experts_only() -> None:

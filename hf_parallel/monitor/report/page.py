@@ -169,7 +169,7 @@ def _planned(job: Job, measured: Sequence[Bar]) -> list[Bar]:
     computed = [bar for bar in measured if bar.kind in COMPUTED]
     if not expected.forward or not count or not computed or not job.choice.drains:
         return []
-    timed = simulate(job.choice.training(count), expected.forward, expected.backward)
+    timed = simulate(job.choice.training(count), expected.forward, expected.backward, weight_costs=expected.weights)
     ranks = range(min(MOST_ROWS, job.shape.world_size))
     places = [job.shape.coordinates(rank)[1] for rank in ranks]
     scale = sum(bar.end - bar.start for bar in computed) / sum(timed.busy[place] for place in places)

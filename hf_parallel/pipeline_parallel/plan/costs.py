@@ -34,6 +34,7 @@ class StageCosts:
         last: extra cost of the last stage (final norm, head, loss).
         backward: the same for the backward; None for twice the forward.
         unit: "ms" if measured, else "FLOPs", matmul FLOPs and what moving bytes costs in terms of them.
+        weights: what gradients of weights take of the backward, which some schedules put off; None for half of it.
     """
 
     blocks: tuple[float, ...]
@@ -41,13 +42,28 @@ class StageCosts:
     last: float = 0.0
     backward: StageCosts | None = None
     unit: Unit = "FLOPs"
+    weights: StageCosts | None = None
 
     def of_backward(self) -> StageCosts:
         """Cost of the full backward by part."""
         if self.backward is not None:
             return self.backward
-        blocks = tuple(BACKWARD_RATIO * cost for cost in self.blocks)
-        return StageCosts(blocks, BACKWARD_RATIO * self.first, BACKWARD_RATIO * self.last, unit=self.unit)
+        return self._times([BACKWARD_RATIO] * (len(self.blocks) + 2))
+
+    def of_weights(self) -> StageCosts:
+        """Cost of the gradients of weights by part."""
+        if self.weights is not None:
+            return self.weights
+        return self.of_backward()._times([0.5] * (len(self.blocks) + 2))
+
+    def of_trained(self, ratios: Sequence[float]) -> StageCosts:
+        """Cost of the gradients of weights by part, where the backward costs `ratios` times the forward if nothing runs again."""
+        return self._times([max(0.0, ratio - 1.0) for ratio in ratios])
+
+    def _times(self, factors: Sequence[float]) -> StageCosts:
+        """Each part times a factor: of the prologue, of each block, of the tail."""
+        blocks = tuple(factor * cost for factor, cost in zip(factors[1:-1], self.blocks, strict=True))
+        return StageCosts(blocks, factors[0] * self.first, factors[-1] * self.last, unit=self.unit)
 
     def of_both(self) -> StageCosts:
         """Cost of forward and backward by part."""
@@ -69,6 +85,16 @@ def stage_costs(bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float
     stages[0] += costs.first
     stages[-1] += costs.last
     return stages if speeds is None else [cost / speed for cost, speed in zip(stages, speeds, strict=True)]
+
+
+def costs_of_stages(
+    bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float] | None = None
+) -> tuple[list[float], list[float], list[float]]:
+    """As `stage_costs`: forward, backward, and what gradients of weights take of that."""
+    forward, backward, weights = (
+        stage_costs(bounds, part, speeds) for part in (costs, costs.of_backward(), costs.of_weights())
+    )
+    return forward, backward, weights
 
 
 def block_costs(
@@ -117,17 +143,13 @@ def block_costs(
     for j in range(1, count):
         parts[min((k for k in plan.blocks if k >= j), default=count)] += at(2 * j)
     first, last, blocks = at(0), parts[count], tuple(parts[:count])
-    ratios = _backward_ratios(model, plan)
+    forward, ratios = StageCosts(blocks, first, last), backward_ratios(model, plan)
     again = RECOMPUTE_RATIO - BACKWARD_RATIO if recomputed else 0.0
-    back = StageCosts(
-        tuple((ratio + again if ratio else 0.0) * cost for ratio, cost in zip(ratios[1:-1], blocks, strict=True)),
-        ratios[0] * first,
-        ratios[-1] * last,
-    )
-    return StageCosts(blocks, first, last, back)
+    back = forward._times([ratios[0], *(ratio + again if ratio else 0.0 for ratio in ratios[1:-1]), ratios[-1]])
+    return dataclasses.replace(forward, backward=back, weights=forward.of_trained(ratios))
 
 
-def _backward_ratios(model: nn.Module, plan: PipelinePlan) -> list[float]:
+def backward_ratios(model: nn.Module, plan: PipelinePlan) -> list[float]:
     """Backward cost of the prologue, each block and the tail, relative to its forward: adapters on frozen weights.
 
     A frozen matrix has a gradient of its input only, and none where nothing before or in it is trained.

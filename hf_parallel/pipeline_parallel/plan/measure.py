@@ -11,6 +11,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_parallel.model.record import unchanged
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import leaves
-from hf_parallel.pipeline_parallel.plan.costs import StageCosts
+from hf_parallel.pipeline_parallel.plan.costs import StageCosts, backward_ratios
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
@@ -48,15 +49,20 @@ def measure_costs(
             with _Clock(model, plan) as clock:
                 runs.append(clock.run(model, sample))
     forward, backward = ([_median(part) for part in zip(*times, strict=True)] for times in zip(*runs[1:], strict=True))
-    return _costs(forward, _costs(backward))
+    found = _costs(forward)
+    trained = found.of_trained(backward_ratios(model, plan))
+    weights = [
+        min(own, most) for own, most in zip([trained.first, *trained.blocks, trained.last], backward, strict=True)
+    ]
+    return replace(found, backward=_costs(backward), weights=_costs(weights))
 
 
 def _median(seconds: Sequence[float]) -> float:
     return 1e3 * max(0.0, statistics.median(seconds))
 
 
-def _costs(parts: Sequence[float], backward: StageCosts | None = None) -> StageCosts:
-    return StageCosts(tuple(parts[1:-1]), parts[0], parts[-1], backward, unit="ms")
+def _costs(parts: Sequence[float]) -> StageCosts:
+    return StageCosts(tuple(parts[1:-1]), parts[0], parts[-1], unit="ms")
 
 
 class _Clock:

@@ -14,7 +14,7 @@ from itertools import accumulate, combinations, pairwise, product
 from typing import Final, Literal, TypeAlias
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.plan.costs import StageCosts, stage_costs
+from hf_parallel.pipeline_parallel.plan.costs import StageCosts, costs_of_stages, stage_costs
 from hf_parallel.pipeline_parallel.plan.stage_memory import StageMemory
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule
 from hf_parallel.pipeline_parallel.schedule.simulate import simulate
@@ -74,9 +74,9 @@ def partition(
 def step_time(
     bounds: Sequence[int], costs: StageCosts, schedule: Schedule, speeds: Sequence[float] | None = None
 ) -> float:
-    """Time of a training step without latency, in the unit of the costs; a split backward is half weight gradients."""
-    forward, backward = (stage_costs(bounds, part, speeds) for part in (costs, costs.of_backward()))
-    return simulate(schedule, forward, backward).makespan
+    """Time of a training step without latency, in the unit of the costs."""
+    forward, backward, weights = costs_of_stages(bounds, costs, speeds)
+    return simulate(schedule, forward, backward, weight_costs=weights).makespan
 
 
 def _given(sizes: list[int], num_blocks: int, num_stages: int) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hf_parallel.model.samples import TYPICAL_LENGTH
-from hf_parallel.pipeline_parallel.plan.costs import StageCosts, Unit, stage_costs
+from hf_parallel.pipeline_parallel.plan.costs import StageCosts, Unit, costs_of_stages
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held, peak_live, simulate
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
@@ -44,6 +44,7 @@ class StagePrediction:
         share: of the compute of all stages, in [0, 1].
         forward: time of one microbatch, in the prediction's unit.
         backward: the same, of the full backward.
+        weights: what gradients of weights take of that.
         saved: bytes of activations kept for the backward, for each token of a microbatch.
     """
 
@@ -52,6 +53,7 @@ class StagePrediction:
     share: float
     forward: float
     backward: float
+    weights: float
     saved: float
 
 
@@ -111,13 +113,13 @@ def predict(
         holdings: of each pipeline rank.
         speeds: of the rank of each stage; None if all are alike.
     """
-    forward, backward = (stage_costs(bounds, part, speeds) for part in (costs, costs.of_backward()))
-    timed = simulate(schedule, forward, backward)
+    forward, backward, weights = costs_of_stages(bounds, costs, speeds)
+    timed = simulate(schedule, forward, backward, weight_costs=weights)
     saved, total = saved_per_token(plan, bounds), sum(forward) + sum(backward) or 1.0
     stages = tuple(
-        StagePrediction(rank, (lo, hi), (f + b) / total, f, b, kept)
-        for rank, (lo, hi), f, b, kept in zip(
-            placement_of(schedule), pairwise(bounds), forward, backward, saved, strict=True
+        StagePrediction(rank, (lo, hi), (f + b) / total, f, b, w, kept)
+        for rank, (lo, hi), f, b, w, kept in zip(
+            placement_of(schedule), pairwise(bounds), forward, backward, weights, saved, strict=True
         )
     )
     ranks = tuple(
