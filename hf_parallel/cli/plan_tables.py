@@ -47,14 +47,14 @@ def show_one(plan: Plan, as_json: bool) -> None:
     found, missing = plan.estimate, plan.estimate.total_bytes - plan.limit_bytes
     typer.echo(f"layout {_short(plan)}")
     typer.echo(
-        f"step {found.step_s:.3g} s ({found.low_s:.3g} to {found.high_s:.3g}), {found.tokens_per_s:.0f} tokens/s"
+        f"step {_few(found.step_s)} s ({_few(found.low_s)} to {_few(found.high_s)}), {found.tokens_per_s:.0f} tokens/s"
     )
     typer.echo(
-        f"mfu {found.mfu:.1%}, bubble {found.bubble:.1%}, exposed messages {found.exposed_communication_s:.3g} s"
+        f"mfu {found.mfu:.1%}, bubble {found.bubble:.1%}, exposed messages {_few(found.exposed_communication_s)} s"
     )
     for axis, own in plan.links.items():
         typer.echo(
-            f"{axis} sends {own.gpu / 1e9:.3g} GB a step between GPUs of a node, {own.node / 1e9:.3g} GB from a node"
+            f"{axis} sends {_few(own.gpu / 1e9)} GB a step between GPUs of a node, {_few(own.node / 1e9)} GB from a node"
         )
     for name, size in found.memory_bytes.items():
         typer.echo(f"{name:12s} {size / 1e9:8.2f} GB")
@@ -74,11 +74,11 @@ def show(plans: Sequence[Plan], as_json: bool) -> None:
         table.add_row(
             str(place),
             _short(one, common),
-            f"{own.step_s:.3g} ({own.low_s:.3g}-{own.high_s:.3g})",
+            f"{_few(own.step_s)} ({_few(own.low_s)}-{_few(own.high_s)})",
             f"{own.tokens_per_s:.0f}",
             f"{own.mfu:.0%}",
             f"{own.bubble:.0%}",
-            f"{own.exposed_communication_s:.2g}",
+            _few(own.exposed_communication_s, 2),
             f"{own.total_bytes / 1e9:.1f}",
         )
     Console().print(table)
@@ -88,7 +88,7 @@ def show(plans: Sequence[Plan], as_json: bool) -> None:
     typer.echo(f"{cluster.num_gpus} GPUs of {plans[0].limit_bytes / 1e9:.1f} GB; 1 GB = 1e9 bytes")
     for place, one in enumerate(plans, 1):
         sent = one.link_bytes
-        links = f"a step sends {sent.gpu / 1e9:.2g} GB between GPUs of a node, {sent.node / 1e9:.2g} GB from a node"
+        links = f"a step sends {_few(sent.gpu / 1e9, 2)} GB between GPUs of a node, {_few(sent.node / 1e9, 2)} GB from a node"
         typer.echo(f"{place}: {one.why}; {links}")
 
 
@@ -105,11 +105,16 @@ def show_scaling(rows: Sequence[Scaled], as_json: bool) -> None:
             _short(one.plan),
             f"{own.tokens_per_s:.0f}",
             f"{one.speed_up:.1f} x",
-            f"{own.step_s:.3g}",
-            f"{own.exposed_communication_s:.2g}",
+            _few(own.step_s),
+            _few(own.exposed_communication_s, 2),
             "-" if one.ratio is None else f"{one.ratio:.1f} : 1",
         )
     Console().print(table)
+
+
+def _few(value: float, digits: int = 3) -> str:
+    """A number with few digits, and no exponent if it is large."""
+    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _common(plans: Sequence[Plan]) -> dict[str, Any]:

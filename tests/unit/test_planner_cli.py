@@ -91,6 +91,14 @@ def test_what_all_plans_have_is_said_once(command: list[str]) -> None:
     assert re.findall(r".*adapters.*", result.output) == ["all of them: kernels=compiled, adapters=100000"]
 
 
+def test_large_numbers_have_no_exponent(command: list[str]) -> None:
+    many = [*command[:-1], "4096", "--seq", "16384", "--why", "tp=4"]
+    result = CliRunner().invoke(app, many)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"tp sends \d{3,} GB", result.output), result.output
+    assert "e+" not in result.output
+
+
 def test_adapters_need_less(command: list[str]) -> None:
     def facts(*options: str) -> dict[str, float]:
         result = CliRunner().invoke(app, [*command, *options, "--why", "dp=4,zero=1", "--json"])
