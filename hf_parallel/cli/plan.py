@@ -35,6 +35,12 @@ def plan(  # noqa: PLR0913 - the options are the interface
     ] = "tokens",
     layout: Annotated[str, typer.Option(help="What is given, such as kernels=compiled,attention=flash.")] = "",
     adapters: Annotated[int, typer.Option(help="Parameters that are trained instead of the model's (LoRA).")] = 0,
+    bits: Annotated[
+        float,
+        typer.Option(
+            help="Bits of a frozen parameter of a block, with its scales: 4.13 of NF4.  [default: of the dtype]"
+        ),
+    ] = 0.0,
     why: Annotated[str | None, typer.Option(help="Predict this layout alone, such as tp=2,pp=4,dp=1.")] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="Show the speed-up over 1, 2, 4 and more GPUs.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the speed-up, as .svg or .png; needs matplotlib.")] = None,
@@ -58,7 +64,9 @@ def plan(  # noqa: PLR0913 - the options are the interface
     try:
         if plot is not None:
             refuse_plot(plot)
-        given = _mapping(layout) | ({"adapters": adapters} if adapters else {})
+        given = (
+            _mapping(layout) | ({"adapters": adapters} if adapters else {}) | ({"block_bits": bits} if bits else {})
+        )
         sizes: dict[str, Any] = {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
         sizes |= {"gpu_memory_gb": gpu_memory_gb, "ram_gb": ram_gb}
         if calibrate is None:

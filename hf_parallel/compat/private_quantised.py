@@ -29,6 +29,13 @@ def forget_scales(module: Any) -> None:
         state.CB = state.SCB = None
 
 
+def quantised_bits(module: nn.Module) -> float:
+    """Bits of a value of the quantised matrices of a module and its children, with half a bit for scales; 0 if there are none."""
+    packed = [p for p in module.parameters() if not (p.is_floating_point() or p.is_complex())]
+    total = quantised_elements(module)
+    return 8 * sum(p.numel() * p.element_size() for p in packed) / total + 0.5 if total else 0.0
+
+
 def quantised_elements(module: nn.Module) -> int:
     """Values of the quantised matrices of a module and its children, unpacked."""
     total = 0

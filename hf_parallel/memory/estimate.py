@@ -188,9 +188,13 @@ def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout
     terms = states(trained, own)
     terms["weights"] += whole["weights"] - blocks * _spared(shape, layout)
     moved = trained if layout.engine == "native" else parameters
-    if shape.block_bits:
-        terms["a matrix unpacked"] = 2.0 * shape.hidden * shape.intermediate
+    terms |= unpacked(shape)
     return terms | buffers(moved, shape, own) | {name: size * trained for name, size in layout.extra.items()}
+
+
+def unpacked(shape: ModelShape) -> dict[str, float]:
+    """Bytes of the largest matrix of a quantised block, which a product unpacks."""
+    return {"a matrix unpacked": 2.0 * shape.hidden * shape.intermediate} if shape.block_bits else {}
 
 
 def _spared(shape: ModelShape, layout: Layout) -> float:

@@ -1,4 +1,6 @@
-"""Seconds of LoRA's pairs of thin products beside the products of a frozen model, and of adding up both results."""
+"""Seconds of LoRA's pairs of thin products beside the products of a frozen model, of adding up both results, and of unpacking
+a quantised model.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,26 @@ from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
 
 
+# Of a model's parameters, what adapters have at most: more that are trained are some of its own.
+MOST_BESIDE: Final = 0.1
 LEAST_RANK: Final = 8  # adapters of fewer on every product are rare
 # How often inputs and outputs of an adapted product are moved, forward and backward. PEFT's forward reads the input, writes
 # the result, scales it (read, written) and adds it (two read, one written). Its backward scales the gradient (read, written),
 # reads it for both thin products, reads the input and adds what it gets (written, two read, one written).
 # A compiler scales where it adds. Systems with kernels of their own do all of it inside of products.
 MOVED: Final = {"eager": ((1, 6), (5, 4)), "compiled": ((1, 4), (5, 3)), "fused": ((0, 0), (0, 0))}
+
+
+def is_beside(profile: ModelProfile, spec: LayoutSpec) -> bool:
+    """Whether what is trained are parameters beside the model's, and not some of its own layers."""
+    return 0 < spec.adapters <= MOST_BESIDE * profile.parameters
+
+
+def trained_share(profile: ModelProfile, spec: LayoutSpec) -> float:
+    """Part of the model's own weights that get gradients."""
+    if not spec.adapters:
+        return 1.0
+    return 0.0 if is_beside(profile, spec) else min(1.0, spec.adapters / profile.parameters)
 
 
 def adapted(profile: ModelProfile, block: BlockProfile, adapters: float) -> tuple[float, Sequence[Product]]:
@@ -49,6 +65,7 @@ def adapter_pass(
         moved: Bytes per second of other kernels.
     """
     rank, products = adapted(profile, block, spec.adapters)
+    unpacked = _unpacked(block, spec) / moved
     inputs = sum(one.times * one.inputs for one in products)
     outputs = sum(one.times * one.outputs for one in products)
     arithmetic = 2 * tokens * rank * (inputs + outputs) / rate / spec.tp
@@ -56,4 +73,12 @@ def adapter_pass(
         spec.element * tokens * (reads * inputs + writes * outputs) / moved / spec.tp
         for reads, writes in MOVED[spec.kernels]
     )
-    return arithmetic + there, 2 * arithmetic + back
+    return arithmetic + there + unpacked, 2 * arithmetic + back + unpacked
+
+
+def _unpacked(block: BlockProfile, spec: LayoutSpec) -> float:
+    """Bytes that a pass moves to unpack the quantised matrices of a block, each for its product."""
+    if not spec.block_bits:
+        return 0.0
+    weights = sum(float(one.stored * one.inputs * one.outputs) for one in block.products)
+    return (spec.block_bits / 8 + spec.element) * weights / spec.tp

@@ -47,8 +47,7 @@ class Request:
 def candidates(request: Request) -> Iterator[LayoutSpec]:
     """Every layout with the keys that are given."""
     for shape in _shapes(request):
-        stages_of_zero = (0, 1) if shape.pp > 1 else (0, 1, 2, 3)  # of a pipeline, gathers would repeat for every pass
-        zeros = request.values("zero", stages_of_zero if shape.dp > 1 else (0,))
+        zeros = request.values("zero", _stages_of_zero(shape))
         recomputes = request.values("recompute", ("none", "full"))
         schedules = request.values("schedule", SCHEDULES if shape.pp > 1 else ("1f1b",))
         micros = request.values("micro_batch", MICRO_BATCHES)
@@ -76,6 +75,14 @@ def candidates(request: Request) -> Iterator[LayoutSpec]:
             yield from (replace(found, ep=ep) for ep in shares if found.dp % ep == 0)
 
 
+def _stages_of_zero(spec: LayoutSpec) -> tuple[int, ...]:
+    if spec.dp == 1:
+        return (0,)
+    if spec.pp > 1:  # gathers would repeat for every pass
+        return (0, 1)
+    return (0, 1, 2) if spec.block_bits else (0, 1, 2, 3)  # quantised weights are in one piece
+
+
 def _shares_of_experts(profile: ModelProfile, spec: LayoutSpec) -> list[int]:
     """Numbers of replicas that may share experts where this package does it: equally many each."""
     experts = [kind.num_experts for kind in profile.kinds if kind.routed]
@@ -89,7 +96,8 @@ def _shapes(request: Request) -> Iterator[LayoutSpec]:
     """The sizes of the axes; tp stays inside a node unless it is given."""
     fixed, cluster, kinds = request.fixed, request.cluster, request.profile.kinds
     sizes, heads = _divisors(cluster.num_gpus), min(kind.kv_heads or kind.heads or 1 for kind in kinds)
-    for tp, pp in itertools.product(request.values("tp", sizes), request.values("pp", sizes)):
+    tps = [1] if fixed.block_bits else sizes
+    for tp, pp in itertools.product(request.values("tp", tps), request.values("pp", sizes)):
         dp, rest = divmod(cluster.num_gpus, tp * pp * fixed.sp)
         if rest or dp not in request.values("dp", (dp,)):
             continue

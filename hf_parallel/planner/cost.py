@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hf_parallel.planner.adapters import adapter_pass
+from hf_parallel.planner.adapters import adapter_pass, is_beside, trained_share
 from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, by_copies, groups_of, one_way
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.hardware import Cluster
@@ -106,8 +106,9 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     kernels, kernels_back = _between(profile, block, place)
     core, core_back = _attention(block, place)
     forward = products + kernels + core
-    backward = (1 if spec.adapters else 2) * products + kernels_back + core_back  # frozen weights need no gradient
-    if spec.adapters:
+    late = trained_share(profile, spec) * products  # frozen weights need no gradient
+    backward = products + late + kernels_back + core_back
+    if is_beside(profile, spec):
         there, back = adapter_pass(profile, block, spec, place.tokens, place.rate, place.moved)
         forward, backward = forward + there, backward + back
     again = 0.0
@@ -128,8 +129,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     sharded = _sharded_messages(profile, block, place, *whole)
     exposed = whole[0] - max(forward, host) + whole[1] - max(backward + again, host_back)
     exposed += sum(sharded) - sum(whole)
-    late = 0.0 if spec.adapters else products / (backward + again) * whole[1]
-    return Pass(*sharded, exposed, late)
+    return Pass(*sharded, exposed, late / (backward + again) * whole[1])
 
 
 def _summed(parameters: float, place: Place) -> float:
@@ -268,7 +268,7 @@ def head_pass(profile: ModelProfile, place: Place) -> Pass:
     each = FUSED_LOSS if spec.loss == "fused" else KERNELS["eager" if spec.loss == "logits" else spec.kernels].logits
     logits = each * place.tokens * profile.vocab / spec.tp / place.moved
     summed = _summed(profile.head, place)
-    late = 0.0 if spec.adapters else product
+    late = trained_share(profile, spec) * product
     return Pass(product + logits / 3, product + late + 2 * logits / 3 + summed, weights=late)
 
 

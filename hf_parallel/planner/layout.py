@@ -54,6 +54,7 @@ STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
     ("deepspeed", True): (2, 2, 12),
     ("deepspeed", False): (4, 4, 12),
 }
+MOST_BITS: Final = 16
 # What only other systems have: the one value that this package runs.
 ONLY: Final[Mapping[str, Any]] = {
     "sp": 1,
@@ -103,6 +104,8 @@ class LayoutSpec:
         local_steps: Optimizer steps of a replica between two averages of the replicas' parameters.
         chunked_loss: Whether the loss is computed without logits.
         adapters: Parameters that are trained instead of the model's (LoRA); 0 trains the model.
+        block_bits: Of a frozen parameter of a block, its share of the scales included (a quantised base: 4.13 of NF4); 0 for
+            those of `dtype`.
         dp_inside: Replicas of a stage that are neighbours, a divisor of dp; 0 is "auto", with which a step is shortest.
     """
 
@@ -135,6 +138,7 @@ class LayoutSpec:
     local_steps: int = 1
     chunked_loss: bool = False
     adapters: int = 0
+    block_bits: float = 0.0
     dp_inside: int = 0
 
     @property
@@ -283,6 +287,8 @@ def _checked(key: object, value: Any) -> Any:
         return value
     if key == "dp_inside":
         return 0 if value in ("auto", None) else whole(key, value, 1)
+    if key == "block_bits":
+        return _bits(value)
     if key == "state_bytes":
         return None if value is None else _triple(value)
     if value is None and key in OPTIONAL:
@@ -297,6 +303,15 @@ def _checked(key: object, value: Any) -> Any:
             "with 1f1b, and set pipeline.schedule in the file."
         )
     return choose(key, full_name(value) if key == "schedule" else value, CHOICES[key])
+
+
+def _bits(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value == 0 or 1 <= value <= MOST_BITS):
+        raise ConfigError(
+            f"block_bits={spelled(value)}: expected bits of a parameter, 1 to {MOST_BITS}, or 0 if the blocks are not quantised. Set it "
+            "to 4.13 for NF4 with double quantisation, 4.5 without."
+        )
+    return float(value)
 
 
 def _is_size(value: object) -> bool:
@@ -316,6 +331,11 @@ def _triple(value: Any) -> tuple[float, float, float]:
 def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
     found = []
     ranks = spec.num_ranks
+    if spec.block_bits and not spec.adapters:
+        found.append(
+            f"block_bits={spec.block_bits:g} without adapters: quantised weights are not trained. Give adapters, the parameters that "
+            "are, or leave block_bits out."
+        )
     if cluster is not None and ranks != cluster.num_gpus:
         found.append(
             f"dp={spec.dp} * tp={spec.tp} * pp={spec.pp} * sp={spec.sp} = {ranks} ranks, and the cluster has "

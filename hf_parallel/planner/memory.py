@@ -70,16 +70,17 @@ def _bytes_by_formula(
     """As `memory_bytes` without overhead, of what other packages run."""
     ranks = placement(spec)
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
+    blocks = blocks_of_ranks(profile, spec, counts)
     kept, working = kept_activations(profile, spec, counts, ranks, seq_len)
     tokens = spec.micro_batch * seq_len / spec.sp
     logits = _loss(profile, spec, tokens)
     logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
     found = []
     for rank in range(spec.pp):
-        terms = _states(held[rank], experts[rank], spec)
+        terms = _states(held[rank], experts[rank], blocks[rank], spec)
         terms["activations"] = kept[rank] + working
         terms["logits"] = logits if rank == ranks[-1] else 0.0
-        terms["buffers"] = _buffers(profile, held[rank], spec)
+        terms["buffers"] = _buffers(profile, held[rank], spec) + _unpacked(profile, spec)
         if spec.num_ranks * spec.num_microbatches == 1:  # gradients come as what the forward kept goes
             terms |= in_room_of(terms["gradients"], {name: terms[name] for name in PASSING})
         found.append(terms)
@@ -91,7 +92,8 @@ def _own_bytes(
 ) -> dict[str, float]:
     """As `memory_bytes` without overhead, of what this package runs."""
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
-    states = [_states(own, routed, spec) for own, routed in zip(held, experts, strict=True)]
+    blocks = blocks_of_ranks(profile, spec, counts)
+    states = [_states(*each, spec) for each in zip(held, experts, blocks, strict=True)]
     sizes = _sizes(profile, spec, counts, seq_len)
     stages = Stages(spec.micro_batch * seq_len, seq_len, placement(spec), counts, sizes)
     if spec.pp == 1:
@@ -141,10 +143,15 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
         counts: Blocks of each stage.
     """
     ranks = placement(spec)
-    held = _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.ep))
+    held = blocks_of_ranks(profile, spec, counts)
     held[ranks[0]] += profile.embedding / spec.tp
     held[ranks[-1]] += 0 if profile.tied and ranks[0] == ranks[-1] else profile.head / spec.tp
     return held
+
+
+def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
+    """As `parameters_of_ranks`, of the blocks alone."""
+    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.ep))
 
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
@@ -163,12 +170,14 @@ def _of_blocks(
     return found
 
 
-def _states(parameters: float, experts: float, spec: LayoutSpec) -> dict[str, float]:
-    """Of a rank that holds `parameters`, `experts` of them in experts."""
+def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) -> dict[str, float]:
+    """Of a rank that holds `parameters`, `blocks` of them in blocks, of which `experts` are in experts."""
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
         share = spec.trained(parameters) / max(parameters, 1.0)
         weights = spec.element if spec.state_bytes is None else weights
+        if spec.block_bits:
+            weights -= (weights - spec.block_bits / 8) * blocks / max(parameters, 1.0)
         gradients, optimizer = gradients * share, optimizer * share
     # Experts are in parts already, of which fewer ranks have copies.
     shard = (parameters + experts * (spec.ep - 1)) / (spec.dp * spec.sp)
@@ -202,6 +211,13 @@ def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> floa
     if spec.engine == "fsdp2" and spec.zero > 0:
         return element * parameters + reduced * min(parameters, max(block, rest))
     return min(reduced * parameters, 2 * BUCKET)
+
+
+def _unpacked(profile: ModelProfile, spec: LayoutSpec) -> float:
+    """The largest matrix of a quantised block, which a product unpacks."""
+    if not spec.block_bits:
+        return 0.0
+    return spec.element * max(float(p.inputs * p.outputs) for kind in profile.kinds for p in kind.products) / spec.tp
 
 
 def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec, seq_len: int) -> float:

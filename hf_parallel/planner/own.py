@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from hf_parallel.memory.activations import Stages, stage_parts
-from hf_parallel.memory.estimate import CASTS, buffers
+from hf_parallel.memory.estimate import CASTS, buffers, unpacked
 from hf_parallel.memory.moments import NAMES, SENT, TEMPORARY, Moment, Recorded, StageParts, moments_of, terms_at
 from hf_parallel.memory.terms import Layout, ModelShape, Precision
 from hf_parallel.planner.layout import LayoutSpec
@@ -61,7 +61,7 @@ def peaks_of_ranks(
     """
     layout = _layout(spec)
     if spec.adapters:
-        shape = replace(shape, adapters=spec.adapters)
+        shape = replace(shape, adapters=spec.adapters, block_bits=spec.block_bits)
     passes = spec.num_microbatches if spec.schedule == "gpipe" else min(spec.num_microbatches, ROUNDS * spec.pp)
     moments = _moments(spec.schedule, spec.pp, passes, spec.stages_per_rank)
     found = []
@@ -104,7 +104,7 @@ def _lasting(parameters: float, shape: ModelShape, layout: Layout, spec: LayoutS
     if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
         found = {"gathered parameters and gradients": (spec.element + spec.states[1]) * moved}
     trained = spec.trained(parameters)
-    return found | {name: size * trained for name, size in layout.extra.items()}
+    return found | unpacked(shape) | {name: size * trained for name, size in layout.extra.items()}
 
 
 @functools.lru_cache(maxsize=1024)

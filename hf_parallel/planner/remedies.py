@@ -11,6 +11,7 @@ from hf_parallel.planner.candidates import Request, smallest_layout
 
 MOST_DOUBLINGS: Final = 8  # of GPUs
 SHORTEST: Final = 128  # tokens of a row
+NF4: Final = 4.13  # bits of a parameter with its scales, quantised twice
 OFFLOADED: Final = {"zero": 3, "engine": "fsdp2", "offload_param": "cpu", "offload_optimizer": "cpu"}
 
 
@@ -24,7 +25,8 @@ def fits_nowhere(request: Request) -> str:
         )
     size, spec = found
     missing = size - cluster.gpu_bytes
-    remedies = [f"GPUs of {size / 1e9:.0f} GB", *_more_gpus(request), *_offload(request), *_shorter(request)]
+    remedies = [f"GPUs of {size / 1e9:.0f} GB", *_more_gpus(request), *_quantised(request), *_offload(request)]
+    remedies += _shorter(request)
     return (
         f"no layout fits: the smallest, tp={spec.tp} pp={spec.pp} dp={spec.dp} zero={spec.zero} "
         f"micro_batch={spec.micro_batch} recompute={spec.recompute}, needs {size / 1e9:.1f} GB and a GPU has "
@@ -48,8 +50,16 @@ def _more_gpus(request: Request) -> Iterator[str]:
             return
 
 
+def _quantised(request: Request) -> Iterator[str]:
+    if not request.fixed.adapters or request.fixed.block_bits:
+        return
+    size = _fitting_bytes(replace(request, fixed=replace(request.fixed, block_bits=NF4)))
+    if size is not None:
+        yield f"layout={{'block_bits': {NF4}}}, a base in 4 bit ({size / 1e9:.1f} GB)"
+
+
 def _offload(request: Request) -> Iterator[str]:
-    if request.given & OFFLOADED.keys() or request.fixed.pp > 1:
+    if request.given & OFFLOADED.keys() or request.fixed.pp > 1 or request.fixed.block_bits:
         return
     fixed = replace(request.fixed, pp=1, **OFFLOADED)  # type: ignore[arg-type]  # each value is of its key's type
     size = _fitting_bytes(replace(request, fixed=fixed, given=request.given | OFFLOADED.keys() | {"pp"}))

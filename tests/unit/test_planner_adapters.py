@@ -1,17 +1,24 @@
-"""What the planner counts of LoRA's products, and of the sums with those of the model."""
+"""What the planner counts of LoRA's products, of the sums with those of the model, and of a base that is quantised."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from hf_parallel.compat.private_quantised import quantised_bits
+from hf_parallel.errors import ConfigError
 from hf_parallel.planner.adapters import adapted
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.cost import Pass, Place, block_pass
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
+from hf_parallel.planner.memory import memory_bytes
 from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
+from hf_parallel.planner.search import plan
 
 
 HIDDEN, LAYERS, ROWS, LENGTH = 2048, 4, 64, 1024
@@ -67,3 +74,59 @@ def test_adapters_on_shards_are_shards() -> None:
     whole = block(64 * ALL, kernels="fused")[0].forward - block(ALL, kernels="fused")[0].forward
     halves = [block(rank * ALL, kernels="fused", tp=2)[0].forward for rank in (64, 1)]
     assert halves[0] - halves[1] == pytest.approx(whole / 2)
+
+
+def test_more_than_adapters_have_are_some_of_the_models_own() -> None:
+    whole, frozen = block(0)[0], block(MODEL.parameters // 2)[0]
+    assert frozen.forward == whole.forward
+    assert frozen.weights == pytest.approx(
+        whole.weights / 2, rel=0.1
+    )  # of which kernels that fill the pass are not a part
+    assert block(ALL)[0].backward < frozen.backward < whole.backward
+
+
+def test_a_quantised_matrix_is_unpacked_for_each_product() -> None:
+    (half, place), (packed, _) = block(16 * ALL), block(16 * ALL, block_bits=4.0)
+    moved = (0.5 + 2) * 12 * HIDDEN**2 / place.moved
+    assert packed.forward - half.forward == pytest.approx(moved)
+    assert packed.backward - half.backward == pytest.approx(moved)
+
+
+def test_a_quantised_base_has_its_bits_in_blocks_alone() -> None:
+    def weights(**layout: object) -> float:
+        spec = layout_of({"pp": 2, "num_microbatches": 4, "adapters": 8 * ALL, **layout})
+        return memory_bytes(MODEL, spec, [2, 2], 512)["weights"]
+
+    spared = 2 * 12 * HIDDEN**2 * (2 - 4.13 / 8)
+    assert weights() - weights(block_bits=4.13) == pytest.approx(spared)
+
+
+def test_plans_of_a_quantised_base_keep_its_weights_in_one_piece() -> None:
+    big = replace(MODEL, layers=(0,) * 400)
+    asked: dict[str, Any] = {"seq_len": 512, "global_batch": 8}
+    adapters = {"adapters": 800 * ALL // LAYERS}
+    with pytest.raises(ConfigError, match=r"layout={'block_bits': 4.13}, a base in 4 bit \(1"):
+        plan(big, Cluster(1, 1, "rtx3090"), **asked, layout=adapters)
+    plans = plan(big, Cluster(1, 4, "rtx3090"), **asked, layout=adapters | {"block_bits": 4.13}, most=100)
+    assert {one.spec.tp for one in plans} == {1}
+    assert {one.spec.zero for one in plans} <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("bits", [0.5, 17, True, "nf4", -1])
+def test_other_bits_are_refused(bits: object) -> None:
+    with pytest.raises(ConfigError, match=r"block_bits=.*: expected bits of a parameter, 1 to 16, or 0"):
+        layout_of({"adapters": 1000, "block_bits": bits})
+
+
+def test_quantised_weights_are_not_trained() -> None:
+    with pytest.raises(ConfigError, match=r"block_bits=4.13 without adapters: quantised weights are not trained"):
+        layout_of({"block_bits": 4.13})
+
+
+def test_the_bits_of_a_model_are_those_it_has() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert quantised_bits(model) == 0
+    packed = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = type("State", (), {"shape": (4, 4)})()  # type: ignore[attr-defined]
+    model[0].weight = packed
+    assert quantised_bits(model) == 4.5
