@@ -17,7 +17,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recipes_page import RUNS, checked_recipe, config_of, run_of
+from recipes_page import checked_recipe, config_of, run_of
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster

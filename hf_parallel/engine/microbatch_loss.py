@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_parallel.batches import count_targets, empty_microbatch, num_rows, split_rows
 from hf_parallel.compat.private_transformers import loss_functions
+from hf_parallel.guards.reads import Reads
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 
 
@@ -65,6 +66,7 @@ class MicrobatchLoss:
         self._model, self._kind = model, kind
         self._num_microbatches, self._shifted = num_microbatches, shifted
         self._judged = loss_functions(model)
+        self._reads = Reads(self._judged)
         self._function: LossFunction | None = None
         self._function_shifts = True
 
@@ -83,13 +85,15 @@ class MicrobatchLoss:
             self._function = None
 
     def check(self) -> None:
-        """A loss function that was replaced since it was judged gets whole batches, which is always right."""
+        """A loss function that was replaced since it was judged, or reads other things, gets whole batches, which is always right."""
+        if self._kind == "whole":
+            return
         now = loss_functions(self._model)
-        if self._kind != "whole" and any(a is not b for a, b in zip(now, self._judged, strict=True)):
+        if any(a is not b for a, b in zip(now, self._judged, strict=True)) or self._reads.changed():
             self._kind = "whole"
             logger.warning(
-                "hf_parallel: the loss function of %s was replaced after the model was parallelized, so every batch runs "
-                "as one microbatch. Replace it before trainer.train(), so that its kind can be found out.",
+                "hf_parallel: the loss function of %s, or something that it reads, was replaced after the model was parallelized, so "
+                "every batch runs as one microbatch. Replace it before trainer.train(), so that its kind can be found out.",
                 type(self._model).__name__,
             )
 

@@ -24,13 +24,13 @@ from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA, cache_output
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.guards.batches import Announced
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin
 from hf_parallel.trainer.flags import logs_next
 from hf_parallel.trainer.monitoring import Timed, monitor_of
+from hf_parallel.trainer.own_loss import Judged, judge
 from hf_parallel.trainer.user_code import UserCode, answers, is_users
 
 
@@ -46,7 +46,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
     _hf_parallel_following: deque[tuple[list[Any], Any, list[tuple[Any, Announced, dict[str, Any]]]]]
     _hf_parallel_watched: UserCode | None = None
-    _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
+    _hf_parallel_judged: Judged | None
     _hf_parallel_epoch_begins: bool = False
     _hf_parallel_accumulation: int | None = None  # what stock counted the batches of this epoch's steps by
 
@@ -294,23 +294,12 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if self.compute_loss_func is None:
             stock = type(self.label_smoother) is LabelSmoother
             return functools.partial(self._smoothed, self.label_smoother) if stock else None  # type: ignore[arg-type]
-        judged = getattr(self, "_hf_parallel_additive", None)
-        if judged is None or judged[0] is not self.compute_loss_func:
-            judged = self._hf_parallel_additive = (self.compute_loss_func, self._adds_up(self.compute_loss_func))
-        return self.compute_loss_func if judged[1] else None
-
-    def _adds_up(self, function: Callable[..., Any]) -> bool:
-        """Whether every stage believes that `function` may be computed microbatch by microbatch; collective."""
-        pipeline = self._pipeline
-        if pipeline is None:
-            return False
-        why = why_not_additive(function, self.model.config, self.args.device)
-        believed = torch.tensor(int(not why), device=self.args.device)
-        with pipeline.attachment.watchdog.waiting("waits for what other stages think of compute_loss_func"):
-            dist.all_reduce(believed, dist.ReduceOp.MIN, group=pipeline.mesh.mp_group)
-        if not believed:
-            warn_not_additive(function, why)
-        return bool(believed)
+        judged: Judged | None = getattr(self, "_hf_parallel_judged", None)
+        pipeline, function = self._pipeline, self.compute_loss_func
+        if pipeline is not None and (judged is None or not judged.holds_for(function)):
+            facts: dict[str, Any] = {"config": self.model.config, "device": self.args.device}
+            judged = self._hf_parallel_judged = judge(function, judged, pipeline=pipeline, **facts)
+        return function if judged is not None and judged.adds_up else None
 
     def _smoothed(
         self, smoother: Callable[..., torch.Tensor], outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
@@ -384,14 +373,3 @@ def looks_at_gradients(callback: TrainerCallback) -> bool:
 def looks_between_batches(callback: TrainerCallback) -> bool:
     """Whether a user's callback is called between the batches of one step, where it may change their gradients."""
     return is_users(callback) and answers(callback, "on_substep_end")
-
-
-def warn_not_additive(function: Callable[..., Any], why: str) -> None:
-    """Say that the loss costs GPipe memory because it cannot be split."""
-    logger.warning(
-        "compute_loss_func %s is not known to be a sum over labels divided by num_items_in_batch (%s), so it is not "
-        "computed microbatch by microbatch: it gets the logits of the whole batch on every stage, and all activations "
-        "stay in memory until its backward. Divide a summed loss by num_items_in_batch to train with 1F1B memory.",
-        getattr(function, "__qualname__", function),
-        why or "on another rank",
-    )

@@ -203,6 +203,40 @@ def noisy(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Te
     return losses.sum() / num_items_in_batch
 
 
+class Hardest:
+    """The sum over the hardest tokens of a batch, of all until somebody lowers the share."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.share = trainer, 1.0
+
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return self.hardest(tokens_of(outputs["logits"], labels)[0], self.share).sum() / num_items_in_batch
+
+    def by_state(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        share = 1.0 if self.trainer.state.global_step < 1 else 0.3
+        return self.hardest(tokens_of(outputs["logits"], labels)[0], share).sum() / num_items_in_batch
+
+    def of_model(self, logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> torch.Tensor:
+        if self.share == 1.0:
+            return ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+        return self.hardest(tokens_of(logits, labels)[0], self.share).mean()
+
+    @staticmethod
+    def hardest(losses: torch.Tensor, share: float) -> torch.Tensor:
+        return losses if share == 1.0 else losses.flatten().topk(int(losses.numel() * share)).values
+
+
+class Lowers(TrainerCallback):
+    """Lowers the share of the hardest tokens before the second step."""
+
+    def __init__(self, hardest: Hardest) -> None:
+        self.hardest = hardest
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.hardest.share = 0.3
+
+
 FUNCTIONS = {"summed": summed, "softmax_rows": softmax_rows, "special_mean": special_mean, "noisy": noisy}
 
 
@@ -223,6 +257,13 @@ def run_case(case: Case, folder: Path, world_size: int) -> dict[str, Any]:
         extra.append(Replaces({"late_row_mean": row_mean, "late_special_sum": special_sum}[case.loss]))
     case = dataclasses.replace(case, arguments={**case.arguments, "remove_unused_columns": False})
     trainer = snapshots.trainer = make_trainer(case, folder, world_size, [snapshots, *extra])
+    if case.loss.startswith("hardest"):
+        hardest = Hardest(None if case.loss == "hardest_of_model" else trainer)  # a model is copied with its loss
+        trainer.add_callback(Lowers(hardest))
+        if case.loss == "hardest_of_model":
+            trainer.model.loss_function = hardest.of_model
+        else:
+            trainer.compute_loss_func = hardest.by_state if case.loss == "hardest_by_state" else hardest
     if case.loss == "stateful":
         trainer.compute_loss_func = Warming()
     elif case.loss in FUNCTIONS:
@@ -295,7 +336,7 @@ TWO_RANKS = [
     ),
     *(
         Case(f"pp2_{loss}", parallel=PP2, steps=3, variable_length=True, loss=loss, accumulation=2)
-        for loss in (*FUNCTIONS, "stateful")
+        for loss in (*FUNCTIONS, "stateful", "hardest", "hardest_by_state", "hardest_of_model")
     ),
     Case("pp2_interleaved_row_mean", model="row_mean", parallel={**PP2, "schedule": "zbv_zero_bubble"}, steps=3),
 ]
