@@ -28,6 +28,7 @@ from hf_parallel.engine.optimizer_rules import (
     drop_others,
     refuse_crossing_updates,
     refuse_whole_tensor_updates,
+    watch_later_steps,
 )
 from hf_parallel.engine.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
@@ -337,6 +338,7 @@ class GradientSync:
         partitions = self.replicas.partitions
         refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
         refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)
+        watch_later_steps(optimizer, self._mesh)
         if model is not None and self._weights is None:
             everywhere = [alias for entry in self._ledger if entry.kind == "param" for alias in entry.aliases]
             sharded = self.replicas.sharded  # which exchanges parameters by itself

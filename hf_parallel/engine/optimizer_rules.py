@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,11 +14,16 @@ from torch import nn
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.crossing import crosses_parameters, draws_numbers, goes_by_place
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
+from hf_parallel.guards.reads import Reads
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
 
 logger = logging.getLogger(__name__)
+
+# Of a group of parameters, what changes from step to step and concerns each of them alone.
+OF_STEPS: Final = frozenset({"params", "lr", "initial_lr", "betas", "momentum", "weight_decay"})
+MOST_ASKED: Final = 16
 
 
 @torch.no_grad()
@@ -94,6 +101,49 @@ def refuse_whole_tensor_updates(
         )
 
 
+def _refuse_crossing(kind: str, mesh: Mesh) -> NoReturn:
+    raise UnsupportedError(
+        f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of one parameter depends on the gradients "
+        "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
+        f"accelerator.clip_grad_norm_ or in on_pre_optimizer_step, use one of {known_names()}, or set pp_size to 1."
+    )
+
+
+def watch_later_steps(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Ask again whether an update crosses parameters when something that it reads has changed: it may begin to clip later.
+
+    Of one that counts its steps each of the first is asked about, and then every second, fourth and so on.
+
+    Args:
+        optimizer: That was asked about.
+        mesh: This rank's mesh.
+    """
+    if mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
+        return
+    kind, changes = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", 0
+
+    def options() -> list[dict[str, Any]]:
+        return [{k: v for k, v in group.items() if k not in OF_STEPS} for group in optimizer.param_groups]
+
+    def facts() -> tuple[Reads, list[dict[str, Any]]]:
+        return Reads(MethodType(type(optimizer).step, optimizer), frozenset({"param_groups", "state"})), options()
+
+    reads, before = facts()
+
+    def before_step(*args: object) -> None:
+        nonlocal reads, before, changes
+        if options() == before and not reads.changed():
+            return
+        changes += 1
+        reads, before = facts()
+        if changes > MOST_ASKED and changes & (changes - 1):
+            return
+        if any(group["params"] for group in optimizer.param_groups) and crosses_parameters(optimizer):
+            _refuse_crossing(kind, mesh)
+
+    optimizer.register_step_pre_hook(before_step)
+
+
 def refuse_crossing_updates(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: Mesh, *, pairs: bool
 ) -> None:
@@ -123,11 +173,7 @@ def refuse_crossing_updates(
         found.tolist(),
     )
     if anywhere:
-        raise UnsupportedError(
-            f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of one parameter depends on the gradients "
-            "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
-            f"accelerator.clip_grad_norm_ or in on_pre_optimizer_step, use one of {known_names()}, or set pp_size to 1."
-        )
+        _refuse_crossing(kind, mesh)
     if placed:
         raise UnsupportedError(
             f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of a parameter depends on the place of that "

@@ -33,10 +33,12 @@ class Reads:
 
     Args:
         function: The function; one of a library reads what that needs, and nothing of the user's.
+        without: Names that do not count.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, without: frozenset[str] = frozenset()) -> None:
         self._names: set[str] = set()
+        self._without = OF_MODES | without
         known = -1
         while known < len(
             self._names
@@ -85,7 +87,7 @@ class Reads:
         if _is_library(function.__module__):
             return
         names = set(_names_in(function.__code__))
-        self._names |= names - OF_MODES
+        self._names |= names - self._without
         for cell in function.__closure__ or ():
             self._note(partial(_content, cell), depth)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):

@@ -28,6 +28,17 @@ class ClippedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
+class ClipsLater(ClippedAdamW):
+    """It begins to clip in its last step, or when it is told to."""
+
+    counts, clips, calls = True, False, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        late = self.calls >= STEPS if self.counts else self.clips
+        return super().step(closure) if late else torch.optim.AdamW.step(self, closure)
+
+
 class Centred(torch.optim.AdamW):
     """Changes each gradient by itself, and calls the step of its base."""
 
@@ -75,6 +86,18 @@ def trained(loop: Loop, after: Callable[[int], None] = lambda step: None) -> Non
 def clipped(loop: Loop) -> None:
     loop.prepare(ClippedAdamW(loop.model.parameters(), lr=1e-2, eps=1e-4))
     trained(loop)
+
+
+def clips_later(loop: Loop) -> None:
+    loop.prepare(ClipsLater(loop.model.parameters(), lr=1e-2, eps=1e-4))
+    trained(loop)
+
+
+def clips_when_told(loop: Loop) -> None:
+    optimizer = ClipsLater(loop.model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer.counts = False
+    loop.prepare(optimizer)
+    trained(loop, lambda step: setattr(optimizer, "clips", True))
 
 
 def of_some(loop: Loop, stays: str = "embed") -> None:
@@ -189,6 +212,8 @@ BODIES: dict[str, Callable[[Loop], None]] = {
         of_some_blocks,
         clipped_with_warm_up,
         clipped,
+        clips_later,
+        clips_when_told,
         centred,
         normalised,
         lars,
@@ -207,6 +232,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "of_some_blocks": {"zero1": "", "zero2": ""},
     "clipped_with_warm_up": {"dp2": "", "pp2": CROSSES},
     "clipped": {"dp2": "", "pp2": CROSSES},
+    "clips_later": {"dp2": "", "pp2": CROSSES},
+    "clips_when_told": {"dp2": "", "pp2": CROSSES},
     "centred": {"dp2": "", "pp2": ""},
     "normalised": {"dp2": "", "pp2": CROSSES},
     "lars": {"dp2": "", "pp2": ""},
