@@ -77,7 +77,11 @@ def tables(report: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
         for row in tried
     ]
     found = sum(row["found"] for row in tried)
-    lines += ["", f"{found} of {len(tried)} found and named; {len(tried)} of {len(BUGS)} bugs tried."]
+    named = sum(bool(row["found"] and row["module"]) for row in tried)
+    lines += [
+        "",
+        f"{found} of {len(tried)} found, {named} of them by their module; {len(tried)} of {len(BUGS)} bugs tried.",
+    ]
     sound = [row for case in SOUND if (row := report.get(case.key)) is not None]
     runs = [
         "| model | layout | dtype | agrees | gradients differ by | of what is allowed |",

@@ -47,7 +47,7 @@ def main() -> None:
     data = Dataset.from_dict({"input_ids": rows, "labels": rows})
 
     trainer = Trainer(model=model, args=options, train_dataset=data, callbacks=[HFParallelCallback()])
-    trainer.train()
+    trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
     trainer.save_model()
 
 

@@ -78,7 +78,10 @@ def check_names(folder: Path) -> Manifest | None:
     """
     problem = missing_part(folder)
     if problem is not None:
-        raise CheckpointError(f"{problem.rstrip('.')}. Resume from another checkpoint: {_others(folder)}")
+        inside = complete_folders(folder) if folder.is_dir() else []
+        if inside:
+            raise CheckpointError(f"{problem.rstrip('.')}, but there is a checkpoint in it. Name {inside[0]}.")
+        raise CheckpointError(f"{problem.rstrip('.')}. Take another checkpoint: {_others(folder)}")
     listed = load_manifest(folder)
     problem = stray_entry(folder, listed)
     if problem is not None:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.settings.recipes import KEY, SECTION
 from hf_parallel.settings.values import number, spelled
 
 
@@ -127,6 +128,10 @@ def from_accelerate(file: Mapping[str, Any]) -> Taken:
         "DEEPSPEED": ("deepspeed_config", _of_deepspeed_section),
         "MEGATRON_LM": ("megatron_lm_config", _of_megatron),
     }
+    if KEY in _mapping(file, SECTION):
+        raise ConfigError(
+            f"{SECTION}.{KEY}: the file has settings of hf_parallel already, so there is nothing to import. Use it as it is."
+        )
     taken = Taken()
     if kind in readers:
         name, read = readers[kind]

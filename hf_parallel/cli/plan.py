@@ -13,6 +13,7 @@ from hf_parallel.errors import ConfigError
 
 
 if TYPE_CHECKING:
+    from hf_parallel.planner.layout import LayoutSpec
     from hf_parallel.planner.search import Plan
 
 
@@ -159,8 +160,32 @@ def _write(path: Path, model: str, plan: Plan, seq_len: int) -> None:
         f"{spec.global_batch} rows of an optimizer step.\n"
         f"# Launch:  accelerate launch --config_file {path.name}{machines} SCRIPT.py\n"
         f"# Change:  TrainingArguments(per_device_train_batch_size={rows_of(spec)}) is what was planned.{cut}\n"
+        f"# Loads:   {_loading(spec)}\n"
         f"# Planned: {found.step_s:.3g} s a step ({found.low_s:.3g} to {found.high_s:.3g}), "
-        f"{found.total_bytes / 1e9:.1f} GB of {plan.limit_bytes / 1e9:.1f}; predicted, not measured.\n"
+        f"{found.total_bytes / 1e9:.1f} GB of {plan.limit_bytes / 1e9:.1f}; predicted, not measured. Counted again by\n"
+        f"#          {_count(path, model, spec, seq_len)}\n"
     )
     write_recipe(path, config, accelerate, head)
-    typer.echo(f"wrote {path}: per_device_train_batch_size={rows_of(spec)}", err=True)
+    typer.echo(f"wrote {path}: per_device_train_batch_size={rows_of(spec)}; {_loading(spec)}", err=True)
+
+
+def _loading(spec: LayoutSpec) -> str:
+    """In which precision a script has to load the model, so that the plan holds."""
+    if spec.dtype == "fp32" or spec.param_dtype == "fp32":
+        return "the model is loaded in fp32."
+    name = {"bf16": "bfloat16", "fp16": "float16"}[spec.dtype]
+    others = ", its blocks quantised" if spec.block_bits else ""
+    return f"load the model with dtype=torch.{name}{others}: in fp32 its states take more."
+
+
+def _count(path: Path, model: str, spec: LayoutSpec, seq_len: int) -> str:
+    """The command that counts the memory of what was written."""
+    from hf_parallel.planner.own import precision_of
+    from hf_parallel.planner.recipe import rows_of
+
+    adapters = f" --adapters {spec.adapters}" if spec.adapters else ""
+    bits = f" --bits {spec.block_bits:g}" if spec.block_bits else ""
+    return (
+        f"hf-parallel validate {path.name} --model {model} --rows {rows_of(spec)} --length {seq_len} "
+        f"--dtype {precision_of(spec)}{adapters}{bits}"
+    )

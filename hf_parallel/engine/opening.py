@@ -170,7 +170,9 @@ def _idle(plans: Plans, prediction: Prediction) -> str:
         return text
     held = [rank.holding for rank in prediction.ranks]
     other = predict(cut.stages, cut.bounds, cut.costs, cut.schedule.training(2 * count), held)
-    return f"{text} ({cut.schedule.settings.schedule}); num_microbatches: {2 * count} would leave {other.bubble:.0%}"
+    text += f" ({cut.schedule.settings.schedule})"
+    less = f"{other.bubble:.0%}"
+    return text if less == f"{prediction.bubble:.0%}" else f"{text}; num_microbatches: {2 * count} would leave {less}"
 
 
 def _staleness(schedule: ScheduleChoice) -> str:
@@ -203,7 +205,20 @@ def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) ->
         lossy.append(f"replicas meet every {config.local_sgd.sync_every} steps")
     equal = f"not those of one process: {' and '.join(lossy)}" if lossy else "those of one process with these rows"
     batches = "1 batch" if steps == 1 else f"{steps} batches"
+    several = "rows" if rows * steps * dp_size > 1 else "row"
     return (
-        f"an optimizer step has {rows * steps * dp_size} rows ({rows} a batch x {batches} x dp {dp_size}); its loss and "
-        f"gradients are {equal}"
+        f"an optimizer step has {rows * steps * dp_size} {several} ({rows} a batch x {batches} x dp {dp_size}); its loss and "
+        f"gradients are {equal}{_too_few(rows * steps, config)}"
+    )
+
+
+def _too_few(rows: int, config: HFParallelConfig) -> str:
+    """That a replica's rows are not enough for the microbatches of a step."""
+    wanted = config.pipeline.parts_of_batch(config.pp_size) if config.pp_size > 1 else 1
+    if rows >= wanted:
+        return ""
+    parts = "1 microbatch" if rows == 1 else f"{rows} microbatches"
+    return (
+        f"; these are {parts} of a replica where num_microbatches is {wanted}, so that ranks are idle for longer than is expected with "
+        f"{wanted}: raise per_device_train_batch_size to {wanted}"
     )

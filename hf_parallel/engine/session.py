@@ -144,7 +144,7 @@ class Session:
         watchdog = Watchdog(store, mesh.rank, names, limit, config.monitor.hang_floor_s, shape.axes_of, source)
         watchdog.start()
         if mesh.rank == 0:
-            backend = f" by {dist.get_backend()}" if dist.is_initialized() else ""
+            backend = f"; messages go by {dist.get_backend()}" if dist.is_initialized() else ""
             logger.info("hf_parallel %s: %s%s", hf_parallel.__version__, explanation, backend)
             for line in map_of(placement, _sums(config, placement)):
                 logger.info("hf_parallel: %s", line)

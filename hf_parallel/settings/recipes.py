@@ -70,6 +70,11 @@ def find_recipe(name_or_path: str | Path) -> Path:
         path = path.expanduser()
         if path.is_file():
             return path.resolve()
+        if path.exists() and (path.is_absolute() or len(path.parts) > 1 or str(name_or_path) not in list_recipes()):
+            what = "a folder" if path.is_dir() else "a device or a pipe"
+            raise ConfigError(
+                f"{_end_of(str(name_or_path))}: this is {what}, not a file. Name a settings file or a recipe."
+            )
     except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody: no such file
         path = Path(path.name[-MAX_SHOWN:])
     names = list_recipes()

@@ -47,7 +47,7 @@ def begun(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> 
         (
             {"pp_size": 2, "monitor": {"report": True}},
             [
-                r"^hf_parallel \d+\.\d+\.\d+: tp 1 x pp 2 x dp 1 over 2 processes, from the mapping given in code by gloo$",
+                r"^hf_parallel \d+\.\d+\.\d+: tp 1 x pp 2 x dp 1 over 2 processes, from the mapping given in code; messages go by gloo$",
                 r"^hf_parallel: an optimizer step has 4 rows \(4 a batch x 1 batch x dp 1\); its loss and gradients are those of one",
                 r"^hf_parallel: planned and compared with the whole model in \d+\.\d s; details with HF_PARALLEL_LOG=debug, and in hf_parallel_report.html of output_dir after training$",
                 r"stage 0 on rank 0 blocks 0 to \d \(\d+% of the compute\), stage 1 on rank 1 blocks \d to \d",

@@ -164,3 +164,14 @@ def test_a_file_that_cannot_be_read_is_refused(name: str, content: str, says: st
     result = run(tmp_path / name)
     assert (result.exit_code, says in result.output) == (1, True), result.output
     assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_a_file_of_ours_is_not_imported(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        yaml.safe_dump({"distributed_type": "MULTI_GPU", "parallelism_config": {"hf_parallel": {"pp_size": 2}}})
+    )
+    result = run(file)
+    assert result.exit_code == 1
+    assert "parallelism_config.hf_parallel: the file has settings of hf_parallel already" in result.output
+    assert not (tmp_path / "ours.yaml").exists()

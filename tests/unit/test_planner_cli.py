@@ -154,3 +154,19 @@ def test_a_request_that_cannot_be_ends_with_its_reason(command: list[str], argum
     result = CliRunner().invoke(app, [*command, *arguments])
     assert result.exit_code == 1
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--adapters", "100000", "--bits", "4.5"], ["--layout", "param_dtype=fp32"]], ids=str
+)
+def test_what_is_written_says_how_it_is_counted_again(command: list[str], options: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    assert CliRunner().invoke(app, [*command, *options, "--write", str(path)]).exit_code == 0
+    head = path.read_text(encoding="utf-8")
+    assert ("loaded in fp32" in head) == ("param_dtype=fp32" in options)
+    assert ("dtype=torch.bfloat16" in head) == ("param_dtype=fp32" not in options)
+    (count,) = re.findall(r"# +hf-parallel (validate .*)", head)
+    result = CliRunner().invoke(
+        app, [str(path) if word == path.name else word for word in count.split()] + ["--gpu-gb", "25.4"]
+    )
+    assert result.exit_code == 0, result.output

@@ -232,3 +232,10 @@ def test_no_recipe_asks_for_what_a_loop_of_ones_own_refuses(name: str) -> None:
     monitor = load_recipe(name).monitor
     assert not monitor.report
     assert not monitor.trace_steps
+
+
+def test_a_folder_or_a_device_is_no_settings_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="this is a folder, not a file"):
+        load_recipe(tmp_path)
+    with pytest.raises(ConfigError, match="this is a device or a pipe, not a file"):
+        load_recipe("/dev/null")
