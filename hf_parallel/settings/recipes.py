@@ -70,17 +70,17 @@ def find_recipe(name_or_path: str | Path) -> Path:
         path = path.expanduser()
         if path.is_file():
             return path.resolve()
-        if path.exists() and (path.is_absolute() or len(path.parts) > 1 or str(name_or_path) not in list_recipes()):
-            what = "a folder" if path.is_dir() else "a device or a pipe"
-            raise ConfigError(
-                f"{_end_of(str(name_or_path))}: this is {what}, not a file. Name a settings file or a recipe."
-            )
+        kind = "a folder" if path.is_dir() else "a device or a pipe" if path.exists() else ""
     except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody: no such file
-        path = Path(path.name[-MAX_SHOWN:])
+        path, kind = Path(path.name[-MAX_SHOWN:]), ""
     names = list_recipes()
     name = path.stem if path.suffix in (".yaml", ".yml") else path.name
     if name in names and len(path.parts) == 1:
         return recipes_folder() / f"{name}.yaml"
+    if kind:
+        raise ConfigError(
+            f"{_end_of(str(name_or_path))}: this is {kind}, not a file. Name a settings file or a recipe."
+        )
     nearest = difflib.get_close_matches(name[:MAX_SHOWN], names, n=1, cutoff=0.7)
     hint = f"Did you mean {nearest[0]}?" if nearest else "`hf-parallel recipes` lists the recipes."
     if path.suffix or len(path.parts) != 1:
