@@ -21,6 +21,7 @@ from accelerate.utils import convert_to_fp32
 from torch import nn
 
 from hf_parallel.batches import BatchCheck, RandomCheck
+from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward, set_aside
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.expected import Expected
@@ -100,7 +101,7 @@ class Engine:
         self.gradients = attachment.gradients
         self.autocast: Autocast = contextlib.nullcontext
         self.scaler: Any = None
-        self._signature = inspect.signature(attachment.forward)
+        self._signature = _signature_of(attachment)
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
         self._queued = False
@@ -354,6 +355,13 @@ class DirectEngine(Engine):
         if self.mesh.mp_group is not None:
             self._shared_batch.end_step()
             self._backwards.agree_later()
+
+
+def _signature_of(attachment: Attachment) -> inspect.Signature:
+    """Of the model's forward; of the one that it is around if it takes arguments by place and names none of them (PEFT's)."""
+    found = inspect.signature(attachment.forward)
+    nameless = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in found.parameters.values())
+    return inspect.signature(base_model(attachment.model).forward) if nameless else found
 
 
 def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:

@@ -34,6 +34,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.batches import Announced
 from hf_parallel.guards.outputs import More, PipelineOutput, PipelineTrainingOutput
 from hf_parallel.model.dropout import NoDropout
+from hf_parallel.model.noise import without_noise
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 
 
@@ -122,7 +123,7 @@ class ReadingPipelineEngine(PipelineEngine):
         """Other outputs as user code gets them, or why it does not; with a graph where the model's own have one."""
         kind = reading.kind
         if kind.refused is None and reading.count > 1:
-            with NoDropout():
+            with NoDropout(), without_noise(self.model):
                 self._others.judge_rows(kind, reading.announced.batch, self._outputs_of)
         found = self._others.send(reading)
         trained = {n: value for n, value in found.items() if kind.gives.get(n) and isinstance(value, torch.Tensor)}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import accumulation_hooks
 from hf_parallel.errors import ParallelError, PlanError
+from hf_parallel.model.copies import rebind_forwards
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.random_streams import generators_of
 from hf_parallel.ulysses.attention import Shared, share_attention
@@ -78,7 +79,8 @@ def verify_model(
         PlanError: They differ, or the model does not run; names the module. On every rank.
     """
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        model = copy.deepcopy(model).float()
+        given, model = model, copy.deepcopy(model).float()
+        rebind_forwards(model, given)
     passed = 0
     while passed < len(samples):
         plain = _run(model, model.forward, samples[passed], Trail(shared.whole))

@@ -61,7 +61,7 @@ def test_a_manifest_lists_every_file_with_its_length_and_hash(tmp_path: Path) ->
     [
         (
             lambda path: path.unlink(),
-            r"sub/file\.txt does not exist, but manifest\.json lists it\. Resume from another",
+            r"sub/file\.txt does not exist, but manifest\.json lists it\. Take another",
         ),
         (lambda path: path.write_text("of st"), r"sub/file\.txt has 5 bytes, manifest\.json says 9: it is truncated"),
         (

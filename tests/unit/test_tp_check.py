@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import types
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch.nn import functional as F
 from tp_models import plan_sample, tiny_model
 
 from hf_parallel.errors import PlanError
+from hf_parallel.model.copies import rebind_forwards
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan.verify_model import verify_model
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
@@ -207,6 +212,45 @@ def test_the_whole_model_check_sees_a_damaged_plan(
     plan = plan_tensor_parallel(model, 2, plan_sample())
     with pytest.raises(PlanError, match=message):
         verify_model(model, damage(plan), plan_sample())
+
+
+def bound(model: Any) -> None:
+    """As TRL and accelerate do it: the original is bound to the model, also in copies."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def nested(model: Any) -> None:
+    bound(model)
+    model.forward = functools.partial(lambda inner, *args, **kwargs: inner(*args, **kwargs), model.forward)
+
+
+def held(model: Any) -> None:
+    genuine = type(model).forward
+    model.forward = lambda *args, **kwargs: genuine(model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("patch", [bound, nested, held])
+def test_a_function_over_the_forward_hides_no_damage(patch: Callable[[Any], None]) -> None:
+    model = tiny_model("gpt2")
+    plan = plan_tensor_parallel(model, 2, plan_sample())
+    patch(model)
+    verify_model(model, plan, plan_sample())
+    with pytest.raises(PlanError, match=r"differs.*output 0"):
+        verify_model(model, without_sections(plan), plan_sample())
+    expected = model(**plan_sample())[0]
+    copied = copy.deepcopy(model)
+    rebind_forwards(copied, model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert float(copied(**plan_sample())[0].detach().abs().max()) == 0.0
+    torch.testing.assert_close(model(**plan_sample())[0], expected)
 
 
 class NamedCalls(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.errors import PlanError
+from hf_parallel.model.copies import rebind_forwards
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, perturb, run, undisturbed, widen
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
@@ -100,7 +101,9 @@ def _copied(model: nn.Module) -> nn.Module:
         if p.device.type != "cpu" and type(p) is nn.Parameter
     }
     with undisturbed(model):
-        copied = widen(copy.deepcopy(model, dict[int, Any](away)).cpu()).eval()
+        copied = copy.deepcopy(model, dict[int, Any](away))
+        rebind_forwards(copied, model)
+        copied = widen(copied.cpu()).eval()
     perturb(copied, only_constant=True)
     return copied
 
