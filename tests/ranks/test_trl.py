@@ -79,7 +79,7 @@ UNCOMPARED = re.compile(
 )  # times, and what stock counts by rank
 
 
-# Noise that stages and shards draw as others do: losses are close, and no check takes it for a mistake.
+# Noise, of which stages draw other numbers than one process: losses are close, and no check takes it for a mistake.
 NOISY: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "neftune": ("sft", "llama", "sft", {"neftune_noise_alpha": 5.0}),
 }
@@ -316,8 +316,7 @@ def test_trl_trains_on_stages_as_on_one_process(name: str, layout: str, run_of: 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in NOISY for layout in ("pp2", "tp2")])
 def test_noise_is_not_taken_for_a_mistake(name: str, layout: str, run_of: Any) -> None:
     found, expected = ([step["loss"] for step in run_of(one)[0][name] if "loss" in step] for one in (layout, "one"))
-    assert found == pytest.approx(expected, rel=0.02)
-    assert found != expected
+    assert found == pytest.approx(expected, rel=0.02 if layout == "pp2" else 1e-5)
 
 
 def generating_main(rank: int, world_size: int, layouts: list[str], base: str, data: str) -> dict[str, Any]:
