@@ -64,6 +64,11 @@ def module_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called: calls then go past what is put around a module later."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 def changes_backward(module: nn.Module) -> bool:
     """Whether somebody else than hf_parallel looks at or changes the gradients that pass a module."""
     return not (_all_ours(module._backward_pre_hooks) and _all_ours(module._backward_hooks))

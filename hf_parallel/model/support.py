@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch import nn
 
 from hf_parallel.compat.private_peft import base_model, is_mixed, tuner_layers, why_not_low_rank
-from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.compat.private_torch import is_compiled, own_parameters
 from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.compat.torch_tools import sharing_memory
 from hf_parallel.errors import UnsupportedError
@@ -67,11 +67,22 @@ def refuse_model(
     if shares_parameters:
         _refuse_prompts(model, name)
     if mp_size > 1:
+        _refuse_compiled(model, mp_size)
         _refuse_shared_memory(model, mp_size)
     if mp_size > 1 and hasattr(model, "peft_config"):
         _refuse_adapters(model, name, mp_size)
     if tp_size > 1:
         _refuse_unsharded(model, tp_size)
+
+
+def _refuse_compiled(model: nn.Module, mp_size: int) -> None:
+    name = next((name for name, module in model.named_modules() if is_compiled(module)), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"{name or type(model).__name__} was compiled in place (module.compile()) with {mp_size} ranks of a model copy: its calls go "
+            "past what stages and shards put around modules. Leave that out: pipeline.compile_blocks compiles each block "
+            "when the model is cut (not with tp_size, sp_size or ep_size above 1)."
+        )
 
 
 def _refuse_task(model: nn.Module, name: str, mp_size: int, sp_size: int) -> None:

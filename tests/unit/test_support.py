@@ -109,3 +109,13 @@ def test_an_embedding_that_rescales_what_a_batch_looks_up_is_named_where_others_
         UnsupportedError, match=r"model.embed_tokens has max_norm=1 with another module that has the same"
     ):
         refuse_model(tied, 2)
+
+
+def test_modules_that_were_compiled_in_place_are_refused_where_parts_are_made() -> None:
+    model = tiny.llama()
+    model.model.layers[1].compile(backend="eager")
+    refuse_model(model, 1)
+    with pytest.raises(
+        UnsupportedError, match=r"model.layers.1 was compiled in place \(module.compile\(\)\) with 2 ranks"
+    ):
+        refuse_model(model, 2)
