@@ -46,11 +46,17 @@ class Reads:
             known = len(self._names)
             self._found: list[tuple[Callable[[], Any], Any]] = []
             self._seen: set[int] = set()
-            self._walk(function, 0)
+            try:
+                self._walk(function, 0)
+            except Exception:  # noqa: BLE001  objects of users may raise anything when they are looked at
+                return  # with what was found before
 
     def changed(self) -> bool:
-        """Whether anything is not as it was."""
-        return not all(_same(get(), before) for get, before in self._found)
+        """Whether anything is not as it was, or cannot be looked at any more."""
+        try:
+            return not all(_same(get(), before) for get, before in self._found)
+        except Exception:  # noqa: BLE001  as above
+            return True
 
     def _note(self, get: Callable[[], Any], depth: int) -> None:
         value = get()
@@ -72,9 +78,8 @@ class Reads:
         elif isinstance(value, Tensor):
             self._found.append((lambda: version_of(value), version_of(value)))
         elif isinstance(value, numpy.ndarray):
-            self._found.append(
-                (value.tobytes, value.tobytes()) if value.size <= MOST_ITEMS else (value.sum, value.sum())
-            )
+            if value.size <= MOST_ITEMS:
+                self._found.append((value.tobytes, value.tobytes()))
         elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
             self._of_container(value, depth)
         elif isinstance(value, ModuleType):
@@ -122,7 +127,7 @@ class Reads:
 
     def _of_names(self, there: Any, depth: int) -> None:
         """What an object has by names that are read; also what it has not, and may get."""
-        for name in self._names:
+        for name in tuple(self._names):  # what is found may name more, and is walked once more then
             self._note(partial(there.get, name, _MISSING), depth)
 
 

@@ -135,3 +135,44 @@ def test_a_function_of_a_library_reads_nothing_of_the_users() -> None:
     for function in (F.cross_entropy, LlamaForCausalLM.forward, partial(F.cross_entropy, reduction="sum")):
         assert not Reads(function).changed()
     assert Reads(F.cross_entropy)._found == []
+
+
+class Names:
+    """Each function that is found names others."""
+
+    def first(self) -> Any:
+        return self.held.second()
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.held: Any = types.SimpleNamespace(second=lambda: self.third)
+
+    @property
+    def third(self) -> float:
+        return self.scale
+
+
+def test_names_that_are_found_on_the_way_are_walked_too() -> None:
+    owner = Names()
+    reads = Reads(owner.first)
+    assert not reads.changed()
+    owner.scale = 0.5
+    assert reads.changed()
+
+
+class Odd:
+    """It cannot be looked at."""
+
+    scale = 1.0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise RuntimeError("closed")
+        return super().__getattribute__(name)
+
+    def loss(self) -> float:
+        return self.scale
+
+
+def test_what_cannot_be_looked_at_is_left() -> None:
+    assert not Reads(Odd().loss).changed()
