@@ -56,6 +56,7 @@ def plan(  # noqa: PLR0913 - the options are the interface
     from hf_parallel.cli import plan_tables as tables
     from hf_parallel.cli.plan_plot import draw_scaling, refuse_plot
     from hf_parallel.planner.calibrate import Calibration
+    from hf_parallel.planner.checks import all_of, whole
     from hf_parallel.planner.guide import guide
     from hf_parallel.planner.hardware import Cluster
     from hf_parallel.planner.measured import MeasuredCluster
@@ -70,11 +71,19 @@ def plan(  # noqa: PLR0913 - the options are the interface
         )
         sizes: dict[str, Any] = {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
         sizes |= {"gpu_memory_gb": gpu_memory_gb, "ram_gb": ram_gb}
-        if calibrate is None:
-            cluster = Cluster(nodes, gpus_per_node, gpu, **sizes)
-        else:
-            measured = Calibration.read(calibrate)
-            cluster = MeasuredCluster(nodes, gpus_per_node, gpu, calibration=measured, **sizes)
+        measured = None if calibrate is None else Calibration.read(calibrate)
+
+        def made() -> Cluster:
+            if measured is None:
+                return Cluster(nodes, gpus_per_node, gpu, **sizes)
+            return MeasuredCluster(nodes, gpus_per_node, gpu, calibration=measured, **sizes)
+
+        counts = {
+            "seq": lambda: whole("seq", seq),
+            "batch": lambda: whole("batch", batch),
+            "top": lambda: whole("top", top),
+        }
+        cluster = all_of({"cluster": made, **counts})["cluster"]
         if scaling or plot is not None:
             rows = scaled(model, cluster, seq_len=seq, global_batch=batch, layout=given)
             tables.show_scaling(rows, as_json)

@@ -62,6 +62,10 @@ def config_of(name_or_path: str, *, trains: bool = False) -> Any:
     path = Path(os.path.expanduser(name_or_path))
     try:
         exists = path.exists()
+        if not exists and path.suffix == ".json":
+            raise ConfigError(
+                f"model {spelled(name_or_path)}: there is no such file in {Path.cwd()}. Give a config.json, or a folder with one."
+            )
         if exists:
             _refuse_odd_file(path / "config.json" if path.is_dir() else path)
         config = AutoConfig.from_pretrained(str(path) if exists else name_or_path, trust_remote_code=False)

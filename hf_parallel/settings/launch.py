@@ -270,7 +270,10 @@ def _refuse_one_queue(config: HFParallelConfig) -> None:
 def _one_process_hint(world_size: int, config: HFParallelConfig) -> str:
     if world_size > 1 or config.model_parallel_size == 1:
         return ""
-    return f" This is one process: start {config.model_parallel_size} with `accelerate launch`."
+    return (
+        f" This is one process: start {config.model_parallel_size} with `accelerate launch` and a file with distributed_type: MULTI_GPU "
+        "(also on CPUs, with use_cpu: true: MULTI_CPU starts one)."
+    )
 
 
 def _explain(config: HFParallelConfig, world_size: int, origin: str) -> str:

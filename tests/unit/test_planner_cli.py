@@ -170,3 +170,18 @@ def test_what_is_written_says_how_it_is_counted_again(command: list[str], option
         app, [str(path) if word == path.name else word for word in count.split()] + ["--gpu-gb", "25.4"]
     )
     assert result.exit_code == 0, result.output
+
+
+def test_all_problems_of_a_request_are_told_at_once(tmp_path: Path) -> None:
+    options = ["--model", str(tmp_path), "--gpu", "rtx3090", "--gpus-per-node", "0", "--seq", "-1", "--batch", "0"]
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert result.exit_code == 1
+    for problem in ("gpus_per_node=0", "seq=-1", "batch=0"):
+        assert f"{problem}: expected" in result.output
+
+
+def test_a_config_that_is_not_there_is_no_name_of_a_model(tmp_path: Path) -> None:
+    options = ["--gpu", "rtx3090", "--seq", "8", "--batch", "8"]
+    result = CliRunner().invoke(app, ["plan", "--model", "path/too/config.json", *options])
+    assert result.exit_code == 1
+    assert "'path/too/config.json': there is no such file in" in result.output
