@@ -40,9 +40,7 @@ class Reads:
         self._names: set[str] = set()
         self._without = OF_MODES | without
         known = -1
-        while known < len(
-            self._names
-        ):  # a function that is found late may name what an object had that came before it
+        while known < len(self._names):  # a function found late may name what an object has that came before it
             known = len(self._names)
             self._found: list[tuple[Callable[[], Any], Any]] = []
             self._seen: set[int] = set()
@@ -107,8 +105,8 @@ class Reads:
 
         before = items()
         self._found.append((lambda: all(map(_same, items(), before)), True))
-        for item in value.values() if isinstance(value, dict) else before[1:]:
-            self._walk(item, depth + 1)
+        for item in before[1:]:
+            self._walk(item[1] if isinstance(value, dict) else item, depth + 1)
 
     def _of_object(self, value: Any, depth: int) -> None:
         self._of_names(getattr(value, "__dict__", {}), depth)

@@ -27,18 +27,18 @@ class Judged:
     Args:
         function: The function.
         adds_up: Whether it may be computed microbatch by microbatch.
-        reads: What it read when it was asked about: it may be another function when that has changed.
+        reads: What it read when it was asked about: it may be another function when that has changed. None if it does not add up.
         times: How often it was asked about.
     """
 
     function: Callable[..., Any]
     adds_up: bool
-    reads: Reads
+    reads: Reads | None
     times: int
 
     def holds_for(self, function: Callable[..., Any]) -> bool:
         """Whether nothing speaks against it; computed on whole batches, a function may do anything."""
-        return function is self.function and not (self.adds_up and self.reads.changed())
+        return function is self.function and (self.reads is None or not self.reads.changed())
 
 
 def judge(
@@ -67,7 +67,7 @@ def judge(
         dist.all_reduce(believed, dist.ReduceOp.MIN, group=pipeline.mesh.mp_group)
     if not believed:
         _warn(function, why)
-    return Judged(function, bool(believed), Reads(function), times)
+    return Judged(function, bool(believed), Reads(function) if believed else None, times)
 
 
 def _warn(function: Callable[..., Any], why: str) -> None:
