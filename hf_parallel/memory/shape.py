@@ -63,8 +63,9 @@ def config_of(name_or_path: str, *, trains: bool = False) -> Any:
     try:
         exists = path.exists()
         if not exists and path.suffix == ".json":
+            where = "" if path.is_absolute() else f" in {Path.cwd()}"
             raise ConfigError(
-                f"model {spelled(name_or_path)}: there is no such file in {Path.cwd()}. Give a config.json, or a folder with one."
+                f"model {spelled(name_or_path)}: no config found: there is no such file{where}. Give a config.json, or a folder with one."
             )
         if exists:
             _refuse_odd_file(path / "config.json" if path.is_dir() else path)

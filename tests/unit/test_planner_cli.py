@@ -184,4 +184,4 @@ def test_a_config_that_is_not_there_is_no_name_of_a_model(tmp_path: Path) -> Non
     options = ["--gpu", "rtx3090", "--seq", "8", "--batch", "8"]
     result = CliRunner().invoke(app, ["plan", "--model", "path/too/config.json", *options])
     assert result.exit_code == 1
-    assert "'path/too/config.json': there is no such file in" in result.output
+    assert "'path/too/config.json': no config found: there is no such file in" in result.output
