@@ -101,7 +101,12 @@ def refuse_whole_tensor_updates(
         )
 
 
-def _refuse_crossing(kind: str, mesh: Mesh) -> NoReturn:
+def _named(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _refuse_crossing(optimizer: torch.optim.Optimizer, mesh: Mesh) -> NoReturn:
+    kind = _named(optimizer)
     raise UnsupportedError(
         f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of one parameter depends on the gradients "
         "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
@@ -120,7 +125,7 @@ def watch_later_steps(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """
     if mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
         return
-    kind, changes = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", 0
+    changes = 0
 
     def options() -> list[dict[str, Any]]:
         return [{k: v for k, v in group.items() if k not in OF_STEPS} for group in optimizer.param_groups]
@@ -135,11 +140,11 @@ def watch_later_steps(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         if options() == before and not reads.changed():
             return
         changes += 1
-        reads, before = facts()
         if changes > MOST_ASKED and changes & (changes - 1):
-            return
+            return  # what it reads is looked up again when it is asked about again
+        reads, before = facts()
         if any(group["params"] for group in optimizer.param_groups) and crosses_parameters(optimizer):
-            _refuse_crossing(kind, mesh)
+            _refuse_crossing(optimizer, mesh)
 
     optimizer.register_step_pre_hook(before_step)
 
@@ -168,12 +173,9 @@ def refuse_crossing_updates(
     found = torch.tensor([int(crosses is True), int(crosses is None), int(by_place), int(draws)], device=device)
     if mesh.mp_group is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.mp_group)
-    kind, (anywhere, unknown, placed, drawn) = (
-        f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        found.tolist(),
-    )
+    kind, (anywhere, unknown, placed, drawn) = _named(optimizer), found.tolist()
     if anywhere:
-        _refuse_crossing(kind, mesh)
+        _refuse_crossing(optimizer, mesh)
     if placed:
         raise UnsupportedError(
             f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of a parameter depends on the place of that "

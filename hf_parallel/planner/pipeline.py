@@ -101,13 +101,12 @@ def makespan(
         return m * (sum(forward) + sum(backward))
     if not exact and spec.schedule in CLOSED:
         return _closed(spec, forward, backward, hop)
-    late = [0.5 * one for one in backward] if weights is None else weights
     rounds = ROUNDS if spec.schedule != "naive" else 1
     few = rounds * p + m % p
     odd = m % p and spec.schedule.startswith("interleaved")  # its groups are of another size for every count
     if spec.schedule == "gpipe" or m <= few + p or odd:
-        return _simulated(spec, m, forward, backward, late, hop)
-    before, after = (_simulated(spec, count, forward, backward, late, hop) for count in (few, few + p))
+        return _simulated(spec, m, forward, backward, weights, hop)
+    before, after = (_simulated(spec, count, forward, backward, weights, hop) for count in (few, few + p))
     # The first rounds of an uneven pipeline may be faster than those that follow.
     return max(before + (after - before) * (m - few) / p, m * max(_loads(spec, forward, backward)))
 
@@ -117,7 +116,7 @@ def _simulated(
     count: int,
     forward: Sequence[float],
     backward: Sequence[float],
-    weights: Sequence[float],
+    weights: Sequence[float] | None,
     hop: float,
 ) -> float:
     schedule = schedule_of(spec.schedule, spec.pp, count, spec.stages_per_rank)
