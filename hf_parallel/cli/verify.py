@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from hf_parallel.errors import ConfigError, ParallelError
 
@@ -151,7 +151,7 @@ def _show(verdict: Verdict) -> None:
     table = Table(
         "",
         "step",
-        "tensor",
+        Column("tensor", overflow="fold"),  # a name is never shortened
         "rank",
         "relative",
         "allowed",

@@ -55,7 +55,7 @@ def _quantised(request: Request) -> Iterator[str]:
         return
     size = _fitting_bytes(replace(request, fixed=replace(request.fixed, block_bits=NF4)))
     if size is not None:
-        yield f"layout={{'block_bits': {NF4}}}, a base in 4 bit ({size / 1e9:.1f} GB)"
+        yield f"block_bits={NF4} in the layout, a base in 4 bit ({size / 1e9:.1f} GB)"
 
 
 def _offload(request: Request) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _offload(request: Request) -> Iterator[str]:
     if size is not None:
         ram = sum(fixed.states) * request.profile.parameters / request.cluster.nodes
         yield (
-            "layout={'zero': 3, 'offload_param': 'cpu', 'offload_optimizer': 'cpu'} "
+            "zero=3,offload_param=cpu,offload_optimizer=cpu in the layout "
             f"({size / 1e9:.1f} GB, and {ram / 1e9:.0f} GB of a node's RAM)"
         )
 

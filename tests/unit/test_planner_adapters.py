@@ -105,7 +105,7 @@ def test_plans_of_a_quantised_base_keep_its_weights_in_one_piece() -> None:
     big = replace(MODEL, layers=(0,) * 400)
     asked: dict[str, Any] = {"seq_len": 512, "global_batch": 8}
     adapters = {"adapters": 800 * ALL // LAYERS}
-    with pytest.raises(ConfigError, match=r"layout={'block_bits': 4.13}, a base in 4 bit \(1"):
+    with pytest.raises(ConfigError, match=r"block_bits=4\.13 in the layout, a base in 4 bit \(1"):
         plan(big, Cluster(1, 1, "rtx3090"), **asked, layout=adapters)
     plans = plan(big, Cluster(1, 4, "rtx3090"), **asked, layout=adapters | {"block_bits": 4.13}, most=100)
     assert {one.spec.tp for one in plans} == {1}

@@ -127,7 +127,7 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
     with pytest.raises(
         ConfigError,
         match=r"no layout fits: the smallest.*needs .* GB and a GPU has 25.4 GB, .* GB less. What would make it fit: "
-        r"GPUs of .* GB, or nodes=8 of gpus_per_node=2 .*, or layout=.* GB of a node's RAM",
+        r"GPUs of .* GB, or nodes=8 of gpus_per_node=2 .*, or zero=3,offload_param=cpu,offload_optimizer=cpu in the layout .* GB of a node's RAM",
     ):
         plan(gpt(4096, 64, 32), Cluster(1, 2, "rtx3090"), seq_len=2048, global_batch=8)
     with pytest.raises(ConfigError, match=r"or seq_len=\d+ \("):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import BartConfig, BltConfig, MistralConfig, Zamba2Config, default_data_collator
 
+from hf_parallel.cli.verify import _show
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.proof import start
 from hf_parallel.proof.compare import (
@@ -247,3 +248,14 @@ def test_later_runs_in_half_precision_see_the_rows_of_each_microbatch_by_themsel
         perturbed=number,
     )
     assert len(sizes) == 1 + wanted
+
+
+def test_the_table_of_differences_shows_every_name_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # as where output goes to a file
+    name = "model.layers.27.mlp.experts.31.gate_up_proj.base_layer.weight"
+    worst = {"what": "gradient", "step": 1, "name": name, "rank": 0, "relative": 1e-3, "allowed": 1e-5}
+    _show(Verdict("m", "pp2", worst=[worst]))
+    cells = [line.split("│")[3].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") > 3]
+    assert "".join(cells) == name

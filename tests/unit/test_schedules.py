@@ -351,7 +351,7 @@ def test_a_bad_file_is_named(text: str, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "stages", "message"),
     [
-        ("2f2b", 2, 2, None, "schedule '2f2b' is unknown. Choose one of naive, gpipe, 1f1b"),
+        ("2f2b", 2, 2, None, r"schedule '2f2b' is unknown\. Did you mean '1f1b'\? Known: naive, gpipe, 1f1b"),
         ("1f1b", 2, 2, 2, "stages_per_rank=2: schedule 1f1b needs exactly 1 a rank"),
         ("dualpipev", 2, 2, 3, "stages_per_rank=3: schedule dualpipev needs exactly 2 a rank"),
         ("interleaved_1f1b", 2, 2, 0, "stages_per_rank=0: schedule interleaved_1f1b needs at least one stage a rank"),

@@ -6,6 +6,7 @@ generator that wants another number makes the next one that it supports and drop
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -220,7 +221,8 @@ def _keep(schedule: Sequence[Sequence[Action]], num_microbatches: int) -> list[l
 def _family_of(name: str, pp_size: int, stages_per_rank: int | None) -> tuple[Family, int]:
     """Return the schedule's entry and the stages of a rank."""
     if name not in SCHEDULES:
-        raise ScheduleError(f"schedule {name!r} is unknown. Choose one of {', '.join(SCHEDULES)}.")
+        near = difflib.get_close_matches(str(name), SCHEDULES, 1, 0.0)[0]
+        raise ScheduleError(f"schedule {name!r} is unknown. Did you mean {near!r}? Known: {', '.join(SCHEDULES)}.")
     _check_sizes(pp_size, 1)
     family = SCHEDULES[name]
     stages = family.stages_per_rank_default if stages_per_rank is None else stages_per_rank
