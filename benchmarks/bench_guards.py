@@ -9,7 +9,7 @@ run and compared by the median of paired ratios (see timing.py for the guard aga
 less than one sample scatters, the time inside of the guards is also measured by itself: `inside` is wall time, waiting for
 messages included, `CPU` what the guards compute. It grows with the number of parameters and of batches, not with tokens: the
 share of a step is larger with shorter rows (`--length`). Guards without a moment of their own in a step are not listed: common
-weights (`guards.alike`) are looked at by the digests of batches, `crossing` once when an optimizer is prepared, `parts` in a
+weights (`guards.weights.alike`) are looked at by the digests of batches, `crossing` once when an optimizer is prepared, `state_dicts` in a
 state dict.
 """
 
@@ -47,21 +47,21 @@ from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.microbatch_loss import MicrobatchLoss
-from hf_parallel.guards import batches
-from hf_parallel.guards.arrivals import Arrivals
-from hf_parallel.guards.backwards import Backwards
-from hf_parallel.guards.batch_hooks import BatchHooks
-from hf_parallel.guards.buffers import MovingBuffers
-from hf_parallel.guards.direct import DirectGradients
-from hf_parallel.guards.drift import WeightsOfSteps
-from hf_parallel.guards.freezing import Freezing
-from hf_parallel.guards.gradients import ShownGradients
-from hf_parallel.guards.hooks import HookGuard
-from hf_parallel.guards.part_hooks import PartHooks
-from hf_parallel.guards.states import PartStates
-from hf_parallel.guards.stepping import OwnHooks
-from hf_parallel.guards.trained import TrainedWord
-from hf_parallel.guards.weights import WeightGuard
+from hf_parallel.guards.calls import batches
+from hf_parallel.guards.calls.backwards import Backwards
+from hf_parallel.guards.calls.part_hooks import PartHooks
+from hf_parallel.guards.gradients.arrivals import Arrivals
+from hf_parallel.guards.gradients.batch_hooks import BatchHooks
+from hf_parallel.guards.gradients.direct import DirectGradients
+from hf_parallel.guards.gradients.hooks import HookGuard
+from hf_parallel.guards.gradients.showing import ShownGradients
+from hf_parallel.guards.optimizers.states import PartStates
+from hf_parallel.guards.optimizers.stepping import OwnHooks
+from hf_parallel.guards.weights.buffers import MovingBuffers
+from hf_parallel.guards.weights.drift import WeightsOfSteps
+from hf_parallel.guards.weights.exchanged import WeightGuard
+from hf_parallel.guards.weights.freezing import Freezing
+from hf_parallel.guards.weights.trained import TrainedWord
 
 
 VARIANTS = ("guarded", "bare")

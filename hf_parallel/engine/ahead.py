@@ -26,8 +26,8 @@ from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.engine.window import COUNTS
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.module_settings import changed_setting, settings_of
-from hf_parallel.guards.optimizer_settings import Known
+from hf_parallel.guards.optimizers.settings import Known
+from hf_parallel.guards.weights.module_settings import changed_setting, settings_of
 from hf_parallel.mesh import new_group_of
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.run.live import Stream

@@ -17,7 +17,7 @@ from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.engine.transform import Stages
-from hf_parallel.guards.part_hooks import PartHooks
+from hf_parallel.guards.calls.part_hooks import PartHooks
 from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
 from hf_parallel.pipeline_parallel.run.messages import Probe
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime

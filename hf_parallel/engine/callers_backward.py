@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from hf_parallel.engine.direct import Attachment
-from hf_parallel.guards.aside import Made, accumulate, add, apart, together
-from hf_parallel.guards.backwards import Backwards
-from hf_parallel.guards.batch_hooks import BatchHooks
-from hf_parallel.guards.freezing import Freezing
+from hf_parallel.guards.calls.backwards import Backwards
+from hf_parallel.guards.gradients.aside import Made, accumulate, add, apart, together
+from hf_parallel.guards.gradients.batch_hooks import BatchHooks
+from hf_parallel.guards.weights.freezing import Freezing
 
 
 class CallersBackward:

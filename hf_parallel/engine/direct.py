@@ -29,12 +29,12 @@ from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.held import Table
 from hf_parallel.engine.pipeline_inputs import refuse_attentions
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.alike import CommonWeights
-from hf_parallel.guards.backwards import Backwards
-from hf_parallel.guards.batches import SharedBatch
-from hf_parallel.guards.buffers import MovingBuffers
+from hf_parallel.guards.calls.backwards import Backwards
+from hf_parallel.guards.calls.batches import SharedBatch
+from hf_parallel.guards.calls.part_hooks import PartHooks
 from hf_parallel.guards.meeting import meeting_of_copy
-from hf_parallel.guards.part_hooks import PartHooks
+from hf_parallel.guards.weights.alike import CommonWeights
+from hf_parallel.guards.weights.buffers import MovingBuffers
 from hf_parallel.head.labelled import LabelledOutput
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh

@@ -12,7 +12,7 @@ from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.counted import Counted
 from hf_parallel.engine.told import SPREAD, ToldOverParts
-from hf_parallel.guards.gradients import ShownGradients
+from hf_parallel.guards.gradients.showing import ShownGradients
 from hf_parallel.mesh import Mesh
 
 

@@ -32,16 +32,16 @@ from hf_parallel.engine.optimizer_rules import (
 )
 from hf_parallel.engine.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.arrivals import Arrivals
-from hf_parallel.guards.crossing import keeps_by_place
-from hf_parallel.guards.gradients import ShownGradients
-from hf_parallel.guards.hooks import HookGuard
-from hf_parallel.guards.optimizer_parts import ShownOptimizer
-from hf_parallel.guards.optimizer_settings import OptimizerSettings
-from hf_parallel.guards.states import guard_states, shown_states
-from hf_parallel.guards.stepping import OwnHooks, clears_both
-from hf_parallel.guards.trained import SameChange
-from hf_parallel.guards.weights import WeightGuard
+from hf_parallel.guards.gradients.arrivals import Arrivals
+from hf_parallel.guards.gradients.hooks import HookGuard
+from hf_parallel.guards.gradients.showing import ShownGradients
+from hf_parallel.guards.optimizers.crossing import keeps_by_place
+from hf_parallel.guards.optimizers.parts import ShownOptimizer
+from hf_parallel.guards.optimizers.settings import OptimizerSettings
+from hf_parallel.guards.optimizers.states import guard_states, shown_states
+from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
+from hf_parallel.guards.weights.exchanged import WeightGuard
+from hf_parallel.guards.weights.trained import SameChange
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.monitor.recorder import Recorder

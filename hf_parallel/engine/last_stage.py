@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.engine.microbatch_loss import Share
-from hf_parallel.guards.batches import BatchDigests
-from hf_parallel.guards.freezing import Freezing
-from hf_parallel.guards.optimizer_settings import Known
+from hf_parallel.guards.calls.batches import BatchDigests
+from hf_parallel.guards.optimizers.settings import Known
+from hf_parallel.guards.weights.freezing import Freezing
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.watchdog import Watchdog

@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_parallel.batches import count_targets, empty_microbatch, num_rows, split_rows
 from hf_parallel.compat.private_transformers import loss_functions
-from hf_parallel.guards.reads import Reads
+from hf_parallel.guards.calls.reads import Reads
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.crossing import crosses_parameters, draws_numbers, goes_by_place
-from hf_parallel.guards.elementwise import known_names, treats_elements_alone
-from hf_parallel.guards.reads import Reads
+from hf_parallel.guards.calls.reads import Reads
+from hf_parallel.guards.optimizers.crossing import crosses_parameters, draws_numbers, goes_by_place
+from hf_parallel.guards.optimizers.elementwise import known_names, treats_elements_alone
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 

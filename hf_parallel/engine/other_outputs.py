@@ -22,8 +22,8 @@ from hf_parallel.engine.autograd_nodes import depends_only_on
 from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.guards.aside import Made
-from hf_parallel.guards.batches import Announced
+from hf_parallel.guards.calls.batches import Announced
+from hf_parallel.guards.gradients.aside import Made
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_parallel.plan.loss_kind import ROWS_AGREE
 

@@ -34,13 +34,13 @@ from hf_parallel.engine.other_outputs import Caught
 from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
 from hf_parallel.engine.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.aside import Made, apart
-from hf_parallel.guards.backwards import Backwards
-from hf_parallel.guards.batch_hooks import BatchHooks
-from hf_parallel.guards.batches import BatchDigests
-from hf_parallel.guards.direct import DirectGradients
-from hf_parallel.guards.freezing import Freezing
-from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
+from hf_parallel.guards.calls.backwards import Backwards
+from hf_parallel.guards.calls.batches import BatchDigests
+from hf_parallel.guards.calls.outputs import PipelineOutput, PipelineTrainingOutput
+from hf_parallel.guards.gradients.aside import Made, apart
+from hf_parallel.guards.gradients.batch_hooks import BatchHooks
+from hf_parallel.guards.gradients.direct import DirectGradients
+from hf_parallel.guards.weights.freezing import Freezing
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.live import PhaseState

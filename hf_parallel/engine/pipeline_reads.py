@@ -31,8 +31,8 @@ from hf_parallel.engine.pipeline import PipelineEngine, logits_in
 from hf_parallel.engine.window import COUNTS
 from hf_parallel.engine.written_config import WrittenConfig
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.batches import Announced
-from hf_parallel.guards.outputs import More, PipelineOutput, PipelineTrainingOutput
+from hf_parallel.guards.calls.batches import Announced
+from hf_parallel.guards.calls.outputs import More, PipelineOutput, PipelineTrainingOutput
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.noise import without_noise
 from hf_parallel.tensor_parallel.run.reads import in_lockstep

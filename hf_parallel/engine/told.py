@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.guards.awaited import Awaited
-from hf_parallel.guards.drift import WeightsOfSteps, refuse_unlike_drops, refuse_unlike_weights
-from hf_parallel.guards.optimizer_settings import OptimizerSettings
-from hf_parallel.guards.trained import TrainedWord, refuse_unlike_trained
+from hf_parallel.guards.optimizers.settings import OptimizerSettings
+from hf_parallel.guards.weights.drift import WeightsOfSteps, refuse_unlike_drops, refuse_unlike_weights
+from hf_parallel.guards.weights.trained import TrainedWord, refuse_unlike_trained
 from hf_parallel.mesh import Mesh
 
 

@@ -16,7 +16,7 @@ from hf_parallel.checkpoints.weights.unread import Unread, unread_of
 from hf_parallel.engine.held import held_tensors, holding_of, whole_bytes
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
-from hf_parallel.guards.start import Start, begin_alike, refuse_unlike_parts
+from hf_parallel.guards.weights.start import Start, begin_alike, refuse_unlike_parts
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.meta import off_meta

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.batches import Announced
+from hf_parallel.guards.calls.batches import Announced
 
 
 # What the Trainer adds to a batch when it calls the model.

@@ -19,7 +19,7 @@ from hf_parallel.checkpoints.state.training_state import Holdings
 from hf_parallel.compat.private_torch import no_torch_function_modes
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.fsdp_parts import first_row_of, local_of
-from hf_parallel.guards.shown import plain_of
+from hf_parallel.guards.gradients.shown import plain_of
 from hf_parallel.proof.optimizer_settings import file_of, settings_of
 from hf_parallel.trainer.loop_state import holdings_of
 

@@ -27,7 +27,7 @@ from hf_parallel.compat.private_torch import set_aside
 from hf_parallel.engine.direct import Autocast, Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
-from hf_parallel.guards.direct import through_stages
+from hf_parallel.guards.gradients.direct import through_stages
 from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig

@@ -24,7 +24,7 @@ from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA, cache_output
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.batches import Announced
+from hf_parallel.guards.calls.batches import Announced
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin

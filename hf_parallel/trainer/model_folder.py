@@ -25,7 +25,7 @@ from hf_parallel.data_parallel.fsdp_parts import local_of, rows_of
 from hf_parallel.engine.direct import Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import Meeting
-from hf_parallel.guards.parts import mark_parts
+from hf_parallel.guards.weights.state_dicts import mark_parts
 from hf_parallel.pipeline_parallel.run.cut import with_dropped_names
 from hf_parallel.tensor_parallel.run.parts import shard_of
 from hf_parallel.trainer.given_state import refuse_part

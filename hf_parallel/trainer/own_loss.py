@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.engine.pipeline import PipelineEngine
-from hf_parallel.guards.additive import why_not_additive
-from hf_parallel.guards.reads import Reads
+from hf_parallel.guards.calls.additive import why_not_additive
+from hf_parallel.guards.calls.reads import Reads
 
 
 logger = logging.getLogger(__name__)

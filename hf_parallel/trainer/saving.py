@@ -20,7 +20,7 @@ from hf_parallel.checkpoints.weights.adapters import has_adapters
 from hf_parallel.checkpoints.weights.write import move_files, move_in, plan_export, streams, write_weights
 from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.engine.weights import alike_on_replicas
-from hf_parallel.guards.drift import refuse_drift
+from hf_parallel.guards.weights.drift import refuse_drift
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.trainer.flags import agree_on_flags

@@ -14,9 +14,9 @@ from hf_parallel.data_parallel.fsdp import explained
 from hf_parallel.data_parallel.fsdp_parts import is_part
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.guards.calls.on_stages import OnStages
 from hf_parallel.guards.meeting import meeting_of_shards
-from hf_parallel.guards.on_stages import OnStages
-from hf_parallel.guards.parts import ShardOfState
+from hf_parallel.guards.weights.state_dicts import ShardOfState
 from hf_parallel.tensor_parallel.run.known_parts import known_parts
 from hf_parallel.tensor_parallel.run.parts import watch_calls
 

@@ -17,7 +17,7 @@ from rank_runner import RankError, run_ranks
 from torch import nn
 from user_loops import STEPS, Loop
 
-from hf_parallel.guards import buffers
+from hf_parallel.guards.weights import buffers
 
 
 pytestmark = pytest.mark.long

@@ -12,7 +12,7 @@ from rank_runner import run_ranks
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_parallel import HFParallelCallback
-from hf_parallel.guards.drift import refuse_drift
+from hf_parallel.guards.weights.drift import refuse_drift
 
 
 pytestmark = pytest.mark.timeout(120)

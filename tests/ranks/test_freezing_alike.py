@@ -13,7 +13,7 @@ from rank_runner import RankError, run_ranks
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_parallel import HFParallelCallback
-from hf_parallel.guards import trained
+from hf_parallel.guards.weights import trained
 
 
 pytestmark = pytest.mark.timeout(120)

@@ -18,7 +18,7 @@ from thinning import rest_runs, slow_if
 from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer, runs_and_references
 from transformers import TrainerCallback
 
-from hf_parallel.guards.freezing import Freezing
+from hf_parallel.guards.weights.freezing import Freezing
 
 
 pytestmark = pytest.mark.long

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_parallel import HFParallelCallback
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.guards.backwards import Backwards
+from hf_parallel.guards.calls.backwards import Backwards
 
 
 ENV = {"ACCELERATE_USE_CPU": "true"}

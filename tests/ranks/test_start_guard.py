@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_parallel.errors import RankMismatchError, UnsupportedError
-from hf_parallel.guards.start import begin_alike, fingerprints, refuse_unlike_parts
+from hf_parallel.guards.weights.start import begin_alike, fingerprints, refuse_unlike_parts
 
 
 KINDS: dict[str, torch.Tensor] = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, Trainer
 
-from hf_parallel.guards.additive import why_not_additive
+from hf_parallel.guards.calls.additive import why_not_additive
 
 
 SMALL, LARGE = 99, 4003

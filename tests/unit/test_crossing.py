@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_parallel.guards.crossing import crosses_parameters, draws_numbers, goes_by_place
-from hf_parallel.guards.elementwise import treats_elements_alone
+from hf_parallel.guards.optimizers.crossing import crosses_parameters, draws_numbers, goes_by_place
+from hf_parallel.guards.optimizers.elementwise import treats_elements_alone
 
 
 class Clips(torch.optim.AdamW):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_parallel.guards.elementwise import ELEMENTWISE, treats_elements_alone
+from hf_parallel.guards.optimizers.elementwise import ELEMENTWISE, treats_elements_alone
 
 
 class Renamed(torch.optim.AdamW):

@@ -22,9 +22,9 @@ from hf_parallel.engine.global_norm import GlobalNorm
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.arrivals import Arrivals
-from hf_parallel.guards.gradients import ShownGradients
-from hf_parallel.guards.optimizer_settings import OptimizerSettings
+from hf_parallel.guards.gradients.arrivals import Arrivals
+from hf_parallel.guards.gradients.showing import ShownGradients
+from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.aside import add, apart
-from hf_parallel.guards.batches import BITS, Announced, Digests
+from hf_parallel.guards.calls.batches import BITS, Announced, Digests
+from hf_parallel.guards.gradients.aside import add, apart
 
 
 COUNTS = frozenset({"num_items_in_batch"})

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.on_stages import Draws, OnStages, block_of
-from hf_parallel.guards.parts import PartTensor
+from hf_parallel.guards.calls.on_stages import Draws, OnStages, block_of
+from hf_parallel.guards.weights.state_dicts import PartTensor
 
 
 Weights = dict[str, nn.Parameter]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.guards.optimizer_settings import OptimizerSettings
+from hf_parallel.guards.optimizers.settings import OptimizerSettings
 
 
 def made(stage: int, rates: list[float], *, by_block: bool) -> OptimizerSettings:

@@ -10,8 +10,8 @@ from transformers.utils.generic import ModelOutput
 from hf_parallel.compat.private_transformers import CACHES
 from hf_parallel.engine.autograd_nodes import depends_only_on, outputs_node
 from hf_parallel.engine.other_outputs import Caught, _deviation
-from hf_parallel.guards.aside import Made, together
-from hf_parallel.guards.outputs import MissingOutput, PipelineOutput, PipelineTrainingOutput
+from hf_parallel.guards.calls.outputs import MissingOutput, PipelineOutput, PipelineTrainingOutput
+from hf_parallel.guards.gradients.aside import Made, together
 
 
 def outputs() -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerState
 
-from hf_parallel.guards.reads import Reads
+from hf_parallel.guards.calls.reads import Reads
 
 
 TINY = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.scaled import StageFactors
+from hf_parallel.guards.gradients.scaled import StageFactors
 
 
 def word(before: dict[str, float], now: dict[str, float | None], pp_size: int = 2) -> int:

@@ -36,7 +36,7 @@ from hf_parallel.engine.transform import (
     shard_sequence,
 )
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards import buffers
+from hf_parallel.guards.weights import buffers
 from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Precision, Work

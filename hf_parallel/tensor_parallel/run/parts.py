@@ -65,7 +65,7 @@ READS = frozenset({"numpy", "tolist", "__array__", "equal", "allclose", "__reduc
 ASSIGNS = frozenset({Tensor.data.__set__, Tensor.grad.__set__})  # type: ignore[attr-defined, union-attr]
 BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 # Stand between user code and here, the last beside stages.
-PASSING = ("torch.", "contextlib.", "hf_parallel.guards.on_stages.")
+PASSING = ("torch.", "contextlib.", "hf_parallel.guards.calls.on_stages.")
 LIBRARIES = ("hf_parallel.", "transformers.", "accelerate.", "safetensors.", "peft.")
 
 

@@ -17,12 +17,12 @@ from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.gradient_parts import CountRule, FlatGradient, LocalGradient
-from hf_parallel.guards.optimizer_settings import OptimizerSettings
-from hf_parallel.guards.scaled import StageFactors
-from hf_parallel.guards.shards import Shards
-from hf_parallel.guards.shown import SharedGradient, plain_of, refuse_part, root
-from hf_parallel.guards.stand_ins import StandIns
+from hf_parallel.guards.gradients.parts import CountRule, FlatGradient, LocalGradient
+from hf_parallel.guards.gradients.scaled import StageFactors
+from hf_parallel.guards.gradients.shards import Shards
+from hf_parallel.guards.gradients.shown import SharedGradient, plain_of, refuse_part, root
+from hf_parallel.guards.gradients.stand_ins import StandIns
+from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_parallel.data_parallel.flat import FlatShard, is_per_element
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.states import Shown, StateOfPart
+from hf_parallel.guards.optimizers.states import Shown, StateOfPart
 
 
 class ShownOptimizer:

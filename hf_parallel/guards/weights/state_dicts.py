@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.states import ACROSS
+from hf_parallel.guards.optimizers.states import ACROSS
 
 
 # What brings values out of tensors, into files and into other libraries.

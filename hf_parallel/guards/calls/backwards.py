@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_parallel.errors import RankMismatchError, UnsupportedError
 from hf_parallel.guards.awaited import on_its_way
-from hf_parallel.guards.optimizer_settings import OptimizerSettings
+from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.mesh import Mesh
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_parallel.guards.shown import SharedGradient
+from hf_parallel.guards.gradients.shown import SharedGradient
 
 
 _GRAD: Any = Tensor.grad  # the descriptor, which `map` calls without a loop of Python

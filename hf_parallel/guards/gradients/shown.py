@@ -23,8 +23,8 @@ from hf_parallel.compat.private_torch import (
 )
 from hf_parallel.compat.torch_tools import is_elementwise, mixes_elements, pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
-from hf_parallel.guards.shown_ops import COPIES, IN_PLACE, LINEAR, NAMES_OF_NORMS, NORMS, SAME, VIEWS, aten
-from hf_parallel.guards.stands import Part, Stand, Sums
+from hf_parallel.guards.gradients.shown_ops import COPIES, IN_PLACE, LINEAR, NAMES_OF_NORMS, NORMS, SAME, VIEWS, aten
+from hf_parallel.guards.gradients.stands import Part, Stand, Sums
 
 
 class SharedGradient(Stand):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.shards import Shards
+from hf_parallel.guards.gradients.shards import Shards
 
 
 CountRule: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]

@@ -31,8 +31,8 @@ from hf_parallel.compat.private_torch import (
 )
 from hf_parallel.compat.torch_tools import TorchDispatchMode, WeakStorage, pytree
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.parts import PartTensor
-from hf_parallel.guards.shown import SharedGradient
+from hf_parallel.guards.gradients.shown import SharedGradient
+from hf_parallel.guards.weights.state_dicts import PartTensor
 from hf_parallel.model.random_streams import default_generator
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.optimizer_settings import OptimizerSettings
+from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.mesh import Mesh
 
 

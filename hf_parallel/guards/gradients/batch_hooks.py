@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.compat.private_torch import with_hooks
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.hooks import Hook, HookGuard
+from hf_parallel.guards.gradients.hooks import Hook, HookGuard
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 

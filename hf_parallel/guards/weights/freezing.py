@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.guards.trained import RULE
+from hf_parallel.guards.weights.trained import RULE
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh, new_group_of
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from hf_parallel.batches import RandomCheck, bytes_of, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.guards.alike import CommonWeights, bits_of
 from hf_parallel.guards.awaited import on_its_way
-from hf_parallel.guards.optimizer_settings import Known, OptimizerSettings
+from hf_parallel.guards.optimizers.settings import Known, OptimizerSettings
+from hf_parallel.guards.weights.alike import CommonWeights, bits_of
 from hf_parallel.mesh import Mesh
 
 

@@ -1,0 +1,1 @@
+"""Optimizers of the user's: what their step reads, keeps and changes."""
