@@ -10,7 +10,8 @@ from torch import nn
 from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError, UnsupportedError
-from hf_parallel.expert_parallel.plan import ExpertKind, ExpertPlan, find_kinds, plan_experts, stack_owners
+from hf_parallel.expert_parallel.expert_plan import ExpertKind, ExpertPlan
+from hf_parallel.expert_parallel.plan import find_kinds, plan_experts, stack_owners
 from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks

@@ -23,7 +23,7 @@ from hf_parallel.engine.rank_limits import describe_limits
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.engine.share_rows import shared_rows
 from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
-from hf_parallel.expert_parallel.plan import ExpertPlan
+from hf_parallel.expert_parallel.expert_plan import ExpertPlan
 from hf_parallel.guards.weights.start import Start
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.model.fewer import Kept, may_need_fewer

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hf_parallel.expert_parallel.exchange import Group, install_dispatch
+from hf_parallel.expert_parallel.expert_plan import ExpertModule, ExpertPlan
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.apply import set_attribute, shard_parameter
 from hf_parallel.tensor_parallel.run.functions import SharedCopy
 from hf_parallel.tensor_parallel.run.reads import install_reads, open_in
 from hf_parallel.tensor_parallel.run.whole_tensors import Scope
-
-
-if TYPE_CHECKING:
-    from hf_parallel.expert_parallel.plan import ExpertModule, ExpertPlan
 
 
 def apply_expert_parallel(

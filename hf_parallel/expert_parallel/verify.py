@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_parallel.expert_parallel.apply import spread_experts
+from hf_parallel.expert_parallel.expert_plan import ExpertModule
 from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, agree, perturb, private_copy
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
 
-
-if TYPE_CHECKING:
-    from hf_parallel.expert_parallel.plan import ExpertModule
 
 RANK_TIMEOUT_S = 60.0
 TOKENS = 24  # of the first rank; the others have fewer

@@ -23,8 +23,8 @@ from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.layers import with_layers
 from hf_parallel.memory.meter import Meter, of_any_block
 from hf_parallel.memory.moments import Change, Recorded
-from hf_parallel.memory.shape import on_meta
 from hf_parallel.memory.terms import Precision
+from hf_parallel.memory.unread import build_on_meta
 from hf_parallel.model.stack import blocks_of, candidate_stacks
 
 
@@ -75,7 +75,7 @@ def _run(
     """Bytes of each change, and whether it is of the width of the residual stream, of a gradient, of a norm over all heads."""
     dtype = torch.bfloat16 if precision == "half" else torch.float32
     given = {} if attention is None else {"attn_implementation": attention}
-    model = on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
+    model = build_on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
     name_of_stack = candidate_stacks(model)[0]
     blocks = blocks_of(model, name_of_stack)
     fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.terms import ModelShape, Precision
+from hf_parallel.memory.unread import build_on_meta, first_line
 from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.settings.file import parse_json, read_bounded
 from hf_parallel.settings.values import shown, spelled
@@ -74,7 +75,7 @@ def config_of(name_or_path: str, *, trains: bool = False) -> Any:
         raise
     except Exception as error:  # noqa: BLE001 - a config class raises what it likes on values of odd types
         raise ConfigError(
-            f"model {spelled(name_or_path)}: no config found ({_reason(error)}). Give a config.json, a folder with one, or the name of a "
+            f"model {spelled(name_or_path)}: no config found ({first_line(error)}). Give a config.json, a folder with one, or the name of a "
             "model that is in the cache or can be downloaded."
         ) from None
     own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
@@ -128,7 +129,7 @@ def shape_of_config(
     from hf_parallel.memory.block import trace_block  # brings torch
     from hf_parallel.memory.record import record_step
 
-    model, text = on_meta(config), config.get_text_config()
+    model, text = build_on_meta(config), config.get_text_config()
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -175,26 +176,6 @@ def _in_stacks(model: Any) -> set[str]:
         if len(counts) == 1 and not type(module).__module__.startswith("torch.nn"):
             found |= {name for name, p in own.items() if p.ndim and {len(p)} == counts}
     return found
-
-
-def on_meta(config: Any, **options: Any) -> Any:
-    """The model of a config without its weights, made with `options` of `from_config`; a ConfigError if there is none."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **options)
-    except Exception as error:  # noqa: BLE001 - the code of a model raises what it likes on odd sizes
-        raise ConfigError(
-            f"model type {spelled(config.model_type)} cannot be built from its config: {_reason(error)} "
-            "Give the config of a causal language model."
-        ) from None
-
-
-def _reason(error: Exception) -> str:
-    """The first line of what it says."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _number(config: Any, key: str) -> int:

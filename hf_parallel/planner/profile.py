@@ -266,10 +266,10 @@ def _kept() -> dict[str, ModelProfile]:
 
 def _walk(config: Any) -> ModelProfile:
     """Build the model without weights and read its modules."""
-    from hf_parallel.memory.shape import on_meta
+    from hf_parallel.memory.unread import build_on_meta
     from hf_parallel.model.stack import blocks_of, candidate_stacks, kind_of
 
-    model, text = on_meta(config), config.get_text_config()
+    model, text = build_on_meta(config), config.get_text_config()
     try:
         blocks = blocks_of(model, candidate_stacks(model)[0])
     except PlanError as error:

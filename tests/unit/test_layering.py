@@ -124,6 +124,50 @@ def test_rooms_import_only_from_lower_floors() -> None:
     assert violations(PACKAGE) == []
 
 
+def circles(package: Path) -> list[str]:
+    """Files that import each other, directly or by others, inside of functions too; imports for types alone tie nothing."""
+    files = {".".join(path.relative_to(package).with_suffix("").parts): path for path in sources(package)}
+    for_types = {path: lines_for_types(path) for path in files.values()}
+    graph = {
+        module: {
+            known
+            for line, name in imported_names(path, package)
+            if line not in for_types[path]
+            for known in (name, name.rpartition(".")[0])
+            if known in files and known != module
+        }
+        for module, path in files.items()
+    }
+    while True:  # take away what imports nothing that is left
+        free = {module for module, needed in graph.items() if not needed & graph.keys()}
+        if not free:
+            break
+        graph = {module: needed for module, needed in graph.items() if module not in free}
+    return [f"{module} needs {', '.join(sorted(needed & graph.keys()))}" for module, needed in sorted(graph.items())]
+
+
+def lines_for_types(path: Path) -> set[int]:
+    """Lines below `if TYPE_CHECKING:`."""
+    tests = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.If)]
+    under = [node.body for node in tests if ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {line for body in under for one in body for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+
+
+def test_no_file_needs_one_that_needs_it() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+    package = tmp_path / PACKAGE.name
+    (package / "model").mkdir(parents=True)
+    (package / "model" / "one.py").write_text("from hf_parallel.model import two\n")
+    (package / "model" / "two.py").write_text("def f():\n    from hf_parallel.model.three import g\n")
+    (package / "model" / "three.py").write_text("import hf_parallel.model.one\n")
+    assert [line.split()[0] for line in circles(package)] == ["model.one", "model.three", "model.two"]
+    (package / "model" / "three.py").write_text("if TYPE_CHECKING:\n    import hf_parallel.model.one\n")
+    assert circles(package) == []
+
+
 def private_imports(path: Path) -> list[str]:
     """Names of other packages that begin with an underscore, or are below one, and modules that are private."""
     found = []

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.expert_parallel.apply import apply_expert_parallel
-from hf_parallel.expert_parallel.plan import ExpertPlan, find_kinds, plan_experts
+from hf_parallel.expert_parallel.expert_plan import ExpertPlan
+from hf_parallel.expert_parallel.plan import find_kinds, plan_experts
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
 from zoo.models import build, quiet, why_not
 from zoo.sweep import FLOOR, TOLERANCE, deadline, relative, samples_of, verdict_of

@@ -16,7 +16,7 @@ from hf_parallel.engine.plans import Plans, make_plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import ConfigError
 from hf_parallel.links import Links
-from hf_parallel.memory.shape import on_meta
+from hf_parallel.memory.unread import build_on_meta
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.model.meta import off_meta
@@ -40,7 +40,7 @@ def build(config: Any, dtype: torch.dtype, lora_rank: int = 0) -> nn.Module:
     Raises:
         ConfigError: There is no causal language model for it, or PEFT is not installed.
     """
-    model: nn.Module = on_meta(copy.deepcopy(config), dtype=dtype)
+    model: nn.Module = build_on_meta(copy.deepcopy(config), dtype=dtype)
     return (_with_lora(model, lora_rank) if lora_rank else model).train()
 
 
