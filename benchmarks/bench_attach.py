@@ -27,8 +27,8 @@ from rich.table import Table
 from timing import busy_seconds, parser_of, write_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_parallel.engine.plan.verdicts import FOLDER_VARIABLE
 from hf_parallel.engine.session import Session
-from hf_parallel.engine.verdicts import FOLDER_VARIABLE
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.planner.processes import run_ranks, step_file
 from hf_parallel.settings.config import HFParallelConfig

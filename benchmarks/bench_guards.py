@@ -43,10 +43,10 @@ from transformers import LlamaForCausalLM
 
 from hf_parallel import HFParallelPlugin
 from hf_parallel.batches import BatchCheck, RandomCheck
-from hf_parallel.engine.changed_parts import ChangedParts
-from hf_parallel.engine.direct import Engine
-from hf_parallel.engine.gradients import GradientSync
-from hf_parallel.engine.microbatch_loss import MicrobatchLoss
+from hf_parallel.engine.gradients.changed_parts import ChangedParts
+from hf_parallel.engine.gradients.sync import GradientSync
+from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss
 from hf_parallel.guards.calls import batches
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.part_hooks import PartHooks

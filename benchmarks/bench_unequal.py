@@ -42,7 +42,7 @@ from timing import (
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from hf_parallel.engine.rank_limits import products_per_s, relative_speeds
+from hf_parallel.engine.plan.rank_limits import products_per_s, relative_speeds
 from hf_parallel.model.samples import probe_samples
 from hf_parallel.pipeline_parallel.plan.costs import block_costs
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages

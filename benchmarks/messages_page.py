@@ -44,7 +44,7 @@ PAGES = {
     "dry_run/rank": "dry_run",
     "engine": "trainer",
     "expert_parallel": "experts",
-    "engine/share_rows": "ulysses",
+    "engine/plan/share_rows": "ulysses",
     "guards": "trainer",
     "mesh": "launching",
     "model": "pipeline",

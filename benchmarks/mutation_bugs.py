@@ -19,9 +19,9 @@ from hf_parallel.batches import count_targets
 from hf_parallel.compat.private_torch import in_backward_pass
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.data_parallel.zero import ZeroPartition
-from hf_parallel.engine.global_norm import GlobalNorm
-from hf_parallel.engine.gradients import GradientSync
-from hf_parallel.engine.microbatch_loss import MicrobatchLoss
+from hf_parallel.engine.gradients.global_norm import GlobalNorm
+from hf_parallel.engine.gradients.sync import GradientSync
+from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.tensor_parallel.run import linear, vocab
 

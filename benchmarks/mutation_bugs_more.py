@@ -10,8 +10,8 @@ from mutation_bugs import around, blocks_of, fired, mesh_of, optimizer_of
 from torch import nn
 
 from hf_parallel.data_parallel.zero import ZeroPartition
-from hf_parallel.engine.gradients import GradientSync
-from hf_parallel.engine.microbatch_loss import MicrobatchLoss
+from hf_parallel.engine.gradients.sync import GradientSync
+from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss
 from hf_parallel.expert_parallel import exchange as tokens
 from hf_parallel.ulysses import exchange as rows
 from hf_parallel.ulysses import forward as row_forward

@@ -23,7 +23,9 @@ from hf_parallel.compat.private_torch import forward_hooks
 
 def share_plans() -> None:
     """From here on, in this process, equal models get copies of one plan; call it on every rank."""
-    from hf_parallel.engine import plan_shards, plan_stages, plans, self_check
+    from hf_parallel.engine.plan import plans, self_check
+    from hf_parallel.engine.plan import shards as plan_shards
+    from hf_parallel.engine.plan import stages as plan_stages
 
     if hasattr(plans.discover_stages, "__wrapped__"):
         return

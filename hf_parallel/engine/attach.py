@@ -8,14 +8,14 @@ from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
-from hf_parallel.engine.direct import Attachment, DirectEngine, Engine
 from hf_parallel.engine.generation import install_generate
-from hf_parallel.engine.gradients import GradientSync
-from hf_parallel.engine.held import held_tensors, places_of
-from hf_parallel.engine.pipeline_reads import ReadingPipelineEngine
-from hf_parallel.engine.plan_stages import Cut
-from hf_parallel.engine.plans import Plans
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.gradients.sync import GradientSync
+from hf_parallel.engine.plan.held import held_tensors, places_of
+from hf_parallel.engine.plan.plans import Plans
+from hf_parallel.engine.plan.setup import Setup
+from hf_parallel.engine.plan.stages import Cut
+from hf_parallel.engine.run.direct import Attachment, DirectEngine, Engine
+from hf_parallel.engine.run.pipeline_reads import ReadingPipelineEngine
 from hf_parallel.engine.transform import Stages
 from hf_parallel.guards.calls.part_hooks import PartHooks
 from hf_parallel.pipeline_parallel.run.links import neighbour_pairs

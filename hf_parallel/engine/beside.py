@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from hf_parallel.checkpoints.weights.unread import unread_of
-from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.parallelize import parallelize
-from hf_parallel.engine.pipeline import PipelineEngine
-from hf_parallel.engine.pipeline_inputs import REFUSED, unserved_outputs
+from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.pipeline import PipelineEngine
+from hf_parallel.engine.run.pipeline_inputs import REFUSED, unserved_outputs
 from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
 from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.mesh import Mesh

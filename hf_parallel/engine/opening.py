@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_parallel.engine.expected import states_with_zero
-from hf_parallel.engine.held import holding_of
-from hf_parallel.engine.plans import Plans
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.held import holding_of
+from hf_parallel.engine.plan.plans import Plans
+from hf_parallel.engine.plan.setup import Setup
+from hf_parallel.engine.run.expected import states_with_zero
 from hf_parallel.machine.facts import this_machine
 from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, Prediction, predict
 from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of, delays_of

@@ -19,13 +19,14 @@ from torch import nn
 
 from hf_parallel.compat.private_quantised import keep_trainable
 from hf_parallel.engine.attach import attach
-from hf_parallel.engine.direct import Engine
-from hf_parallel.engine.expected import expected
 from hf_parallel.engine.opening import for_inference, holdings_of, opening
-from hf_parallel.engine.plans import agree, make_plans, summary
-from hf_parallel.engine.self_check import check_plans
-from hf_parallel.engine.setup import Setup
-from hf_parallel.engine.share_rows import check_rows, see_whole_rows, share_rows
+from hf_parallel.engine.plan.plans import agree, make_plans, summary
+from hf_parallel.engine.plan.self_check import check_plans
+from hf_parallel.engine.plan.setup import Setup
+from hf_parallel.engine.plan.share_rows import check_rows, see_whole_rows, share_rows
+from hf_parallel.engine.plan.verdicts import Verdicts, verdicts_of
+from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.expected import expected
 from hf_parallel.engine.transform import (
     checkpoint_activations,
     compile_blocks,
@@ -36,7 +37,6 @@ from hf_parallel.engine.transform import (
     shard_sequence,
     spread_experts,
 )
-from hf_parallel.engine.verdicts import Verdicts, verdicts_of
 from hf_parallel.engine.weights import begin_alike_on_all, prepare_late_weights, warn_of_waste
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.logs import told_if_slow

@@ -32,7 +32,7 @@ from hf_parallel.watchdog import Watchdog
 
 
 if TYPE_CHECKING:
-    from hf_parallel.engine.direct import Engine
+    from hf_parallel.engine.run.direct import Engine
     from hf_parallel.links import Links
     from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
     from hf_parallel.settings.config import HFParallelConfig

@@ -17,8 +17,8 @@ from hf_parallel.activation_checkpointing.host_copies import Follow
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
 from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.host import pins
-from hf_parallel.engine.plans import Plans
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.plans import Plans
+from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.expert_parallel.apply import apply_expert_parallel
 from hf_parallel.head.defer import defer_logits

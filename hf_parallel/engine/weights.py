@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.checkpoints.weights.unread import Unread, unread_of
-from hf_parallel.engine.held import held_tensors, holding_of, whole_bytes
-from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.engine.plan.held import held_tensors, holding_of, whole_bytes
+from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.guards.weights.start import Start, begin_alike, refuse_unlike_parts
 from hf_parallel.ledger import Ledger

@@ -42,7 +42,7 @@ from hf_parallel.checkpoints.state.shared import Claim, require_shared
 from hf_parallel.checkpoints.state.small import SCHEDULER
 from hf_parallel.checkpoints.state.training_state import TENSORS, Snapshot, snapshot, write_snapshot
 from hf_parallel.checkpoints.weights.gather import tensor_names
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh import Mesh
 from hf_parallel.settings.sections import CheckpointConfig

@@ -33,8 +33,8 @@ from hf_parallel.checkpoints.weights.adapters import has_adapters, load_adapters
 from hf_parallel.checkpoints.weights.converted import conversion_of
 from hf_parallel.checkpoints.weights.gather import check_config, load_weights
 from hf_parallel.compat.private_accelerate import prepared_by
-from hf_parallel.engine.direct import Engine
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import CheckpointError
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape

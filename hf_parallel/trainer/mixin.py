@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA, cache_output
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.batches import Announced
 from hf_parallel.tensor_parallel.run.reads import in_lockstep

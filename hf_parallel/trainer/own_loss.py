@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.guards.calls.additive import why_not_additive
 from hf_parallel.guards.calls.reads import Reads
 

@@ -9,7 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
 from hf_parallel.compat.private_optimizers import count_step, steps_counted
-from hf_parallel.engine.gradients import GradientSync
+from hf_parallel.engine.gradients.sync import GradientSync
 from hf_parallel.guards.optimizers.parts import refuse_groups
 from hf_parallel.guards.optimizers.stepping import OwnHooks
 from hf_parallel.guards.weights.state_dicts import marked_state, plain_state

@@ -27,7 +27,7 @@ from hf_parallel.checkpoints.state.training_state import Holdings, load_training
 from hf_parallel.checkpoints.weights.adapters import has_adapters, load_adapters
 from hf_parallel.checkpoints.weights.converted import conversion_of
 from hf_parallel.checkpoints.weights.gather import check_config, load_weights
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.mesh_shape import MeshShape

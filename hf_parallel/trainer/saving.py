@@ -30,7 +30,7 @@ from hf_parallel.trainer.model_folder import is_whole, state_to_write
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
-    from hf_parallel.engine.direct import Engine
+    from hf_parallel.engine.run.direct import Engine
     from hf_parallel.engine.session import Session
     from hf_parallel.trainer.accelerator import HFParallelAccelerator
 

@@ -12,8 +12,8 @@ from transformers import Trainer, TrainerCallback
 
 from hf_parallel.data_parallel.fsdp import explained
 from hf_parallel.data_parallel.fsdp_parts import is_part
-from hf_parallel.engine.direct import Engine
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.guards.calls.on_stages import OnStages
 from hf_parallel.guards.meeting import meeting_of_shards
 from hf_parallel.guards.weights.state_dicts import ShardOfState

@@ -208,10 +208,10 @@ def test_what_rank_0_does_or_raises_for_all_reaches_all(tmp_path: Path) -> None:
 
 
 PLACES = {
-    "check_split": ("hf_parallel.engine.self_check", {"pp_size": 2, "pipeline": {"self_check": "on"}}),
-    "verify_model": ("hf_parallel.engine.self_check", {"tp_size": 2, "tensor_parallel": {"self_check": "on"}}),
-    "measure_costs": ("hf_parallel.engine.plan_stages", {"pp_size": 2, "costs": "measured"}),
-    "plan_model": ("hf_parallel.engine.plan_shards", {"tp_size": 2}),
+    "check_split": ("hf_parallel.engine.plan.self_check", {"pp_size": 2, "pipeline": {"self_check": "on"}}),
+    "verify_model": ("hf_parallel.engine.plan.self_check", {"tp_size": 2, "tensor_parallel": {"self_check": "on"}}),
+    "measure_costs": ("hf_parallel.engine.plan.stages", {"pp_size": 2, "costs": "measured"}),
+    "plan_model": ("hf_parallel.engine.plan.shards", {"tp_size": 2}),
 }
 KINDS = {"MemoryError": MemoryError("no room"), "KeyError": KeyError("x")}
 

@@ -79,7 +79,7 @@ def test_a_block_that_others_show_runs_once_at_the_start(tmp_path: Path) -> None
 
 
 def failing_main(rank: int, world_size: int, folder: str) -> str:
-    from hf_parallel.engine import plans
+    from hf_parallel.engine.plan import plans
 
     def fail(*args: Any, **options: Any) -> Any:
         raise KeyError("no blocks")

@@ -248,7 +248,8 @@ def refusing_rank(rank: int, world_size: int, folder: str) -> dict[str, str]:
     """What a model with large random weights in its config, one that is checkpointed, and one that is cut wrongly hear."""
     from accelerate.state import AcceleratorState
 
-    from hf_parallel.engine import plan_shards, plans
+    from hf_parallel.engine.plan import plans
+    from hf_parallel.engine.plan import shards as plan_shards
     from hf_parallel.model import narrow
     from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
     from hf_parallel.tensor_parallel.plan import plan_for
@@ -311,7 +312,7 @@ def checking_rank(rank: int, world_size: int, folder: str, layouts: dict[str, An
     """Elements of the models that are compared at the start, by layout; the real one has more."""
     from accelerate.state import AcceleratorState
 
-    from hf_parallel.engine import self_check
+    from hf_parallel.engine.plan import self_check
     from hf_parallel.model import narrow
 
     narrow.SMALL = 0  # type: ignore[misc]

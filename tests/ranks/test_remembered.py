@@ -12,7 +12,9 @@ from counted_calls import sizes_of_calls
 from rank_runner import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel.engine import plan_head, plan_shards, self_check
+from hf_parallel.engine.plan import head as plan_head
+from hf_parallel.engine.plan import self_check
+from hf_parallel.engine.plan import shards as plan_shards
 from hf_parallel.engine.session import Session
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig

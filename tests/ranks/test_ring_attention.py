@@ -22,7 +22,7 @@ from trainer_cases import ENV, NO_NOISE, Case, compare, run_all, wanted_cases
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_parallel.compat.private_transformers import attention_names
-from hf_parallel.engine.share_rows import judge_rows
+from hf_parallel.engine.plan.share_rows import judge_rows
 from hf_parallel.errors import PlanError
 from hf_parallel.model.probes import Probes
 from hf_parallel.monitor.recorder import Recorder

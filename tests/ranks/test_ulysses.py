@@ -20,7 +20,7 @@ from trainer_cases import ENV, NO_NOISE, Case, compare, run_all, wanted_cases
 from transformers import Trainer, TrainingArguments
 from zoo.rows import rows_main
 
-from hf_parallel.engine.share_rows import judge_rows
+from hf_parallel.engine.plan.share_rows import judge_rows
 from hf_parallel.errors import PlanError
 from hf_parallel.model.probes import Probes
 from hf_parallel.ulysses.attention import Shared, share_attention

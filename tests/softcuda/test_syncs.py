@@ -72,7 +72,7 @@ def test_a_step_waits_for_the_device_no_more_than_is_known(layout: str, tmp_path
 
 
 def test_changes_of_parts_are_judged_when_the_next_step_comes() -> None:
-    from hf_parallel.engine.changed_parts import ChangedParts
+    from hf_parallel.engine.gradients.changed_parts import ChangedParts
     from hf_parallel.errors import UnsupportedError
     from softcuda.syncs import HostSyncs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_parallel.engine.changed_parts import ChangedParts
+from hf_parallel.engine.gradients.changed_parts import ChangedParts
 from hf_parallel.errors import UnsupportedError
 
 

@@ -18,7 +18,7 @@ from vocab_models import CASES, VOCAB, config_of, vocab_batch, vocab_model
 from zoo.models import batch as zoo_batch
 from zoo.models import build, entries, why_not
 
-from hf_parallel.engine.plan_head import HeadPlan, judge_head
+from hf_parallel.engine.plan.head import HeadPlan, judge_head
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.head.defer import LogitsDeferral, defer_logits
 from hf_parallel.head.tiles import Head, Tiling, tiled_loss

@@ -13,9 +13,9 @@ import torch
 from stage_models import VOCAB, build
 from torch import Tensor, nn
 
-from hf_parallel.engine import self_check
-from hf_parallel.engine.plan_shards import Shown
-from hf_parallel.engine.plan_stages import Cut
+from hf_parallel.engine.plan import self_check
+from hf_parallel.engine.plan.shards import Shown
+from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.model import fewer as fewer_module
 from hf_parallel.model.fewer import Fewer, fewer_blocks, with_blocks

@@ -16,11 +16,11 @@ from hf_parallel.compat.private_torch import answer_norms_of_nothing
 from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
-from hf_parallel.engine.changed_parts import ChangedParts
-from hf_parallel.engine.counted import Counted
-from hf_parallel.engine.global_norm import GlobalNorm
-from hf_parallel.engine.gradients import GradientSync
-from hf_parallel.engine.told import ToldOverParts
+from hf_parallel.engine.gradients.changed_parts import ChangedParts
+from hf_parallel.engine.gradients.counted import Counted
+from hf_parallel.engine.gradients.global_norm import GlobalNorm
+from hf_parallel.engine.gradients.sync import GradientSync
+from hf_parallel.engine.gradients.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.arrivals import Arrivals
 from hf_parallel.guards.gradients.showing import ShownGradients

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_parallel.compat.private_quantised import keep_trainable
-from hf_parallel.engine.self_check import _check_stages, _Cut
+from hf_parallel.engine.plan.self_check import _check_stages, _Cut
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.samples import tiny_samples
 from hf_parallel.model.support import refuse_model

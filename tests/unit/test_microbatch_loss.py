@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_parallel.engine.microbatch_loss import MicrobatchLoss
+from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss
 from hf_parallel.tensor_parallel.run import vocab_loss
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_parallel.engine.expected import Expected
+from hf_parallel.engine.run.expected import Expected
 from hf_parallel.errors import ConfigError
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.monitor.recorder import MOST_PENDING, Recorder, Span, StepRecord, silent

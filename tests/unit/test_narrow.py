@@ -13,8 +13,10 @@ from torch import nn
 from tp_models import CASES, LLAMA
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
 
-from hf_parallel.engine import plan_shards, self_check, weights
-from hf_parallel.engine.plan_stages import Cut
+from hf_parallel.engine import weights
+from hf_parallel.engine.plan import self_check
+from hf_parallel.engine.plan import shards as plan_shards
+from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.model import narrow as narrow_module
 from hf_parallel.model.meta import off_meta

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from hf_parallel.compat.private_transformers import CACHES
-from hf_parallel.engine.autograd_nodes import depends_only_on, outputs_node
-from hf_parallel.engine.other_outputs import Caught, _deviation
+from hf_parallel.engine.run.autograd_nodes import depends_only_on, outputs_node
+from hf_parallel.engine.run.other_outputs import Caught, _deviation
 from hf_parallel.guards.calls.outputs import MissingOutput, PipelineOutput, PipelineTrainingOutput
 from hf_parallel.guards.gradients.aside import Made, together
 

@@ -13,10 +13,10 @@ import torch
 from stage_models import VOCAB, batch, build
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_parallel.engine.held import holding_of, whole_bytes
-from hf_parallel.engine.plan_stages import cut_costs
-from hf_parallel.engine.plans import make_plans, summary
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.held import holding_of, whole_bytes
+from hf_parallel.engine.plan.plans import make_plans, summary
+from hf_parallel.engine.plan.setup import Setup
+from hf_parallel.engine.plan.stages import cut_costs
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.links import Links
@@ -157,7 +157,7 @@ class Silent:
 def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = build("llama_tied")
     slow_head = StageCosts((1.0,) * 5, 0.0, 20.0, StageCosts((2.0,) * 5, 0.0, 40.0), "ms")
-    monkeypatch.setattr("hf_parallel.engine.plan_stages.measure_costs", lambda *args: slow_head)
+    monkeypatch.setattr("hf_parallel.engine.plan.stages.measure_costs", lambda *args: slow_head)
     config = HFParallelConfig(pp_size=2, pipeline={"costs": "measured"})
     mesh = Mesh(MeshShape(1, 2, 1), 0, timedelta(seconds=60), Links(1, 2, 2))
     watchdog: Any = Silent()
@@ -180,7 +180,7 @@ def test_a_batch_that_cannot_be_measured_is_a_plan_error(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("out of memory")
 
     model: Any = build("llama_tied")
-    monkeypatch.setattr("hf_parallel.engine.plan_stages.measure_costs", fails)
+    monkeypatch.setattr("hf_parallel.engine.plan.stages.measure_costs", fails)
     plan, watchdog = discover_stages(model, batch()), Silent()
     assert measure_costs is not fails
     cpu, config = torch.device("cpu"), HFParallelConfig(pp_size=2, pipeline={"costs": "measured"})

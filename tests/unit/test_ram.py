@@ -53,7 +53,7 @@ def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
 def test_the_guards_take_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from hf_parallel.engine import self_check
+    from hf_parallel.engine.plan import self_check
     from hf_parallel.machine.facts import this_machine
     from hf_parallel.tensor_parallel.plan import plan_for
 

@@ -10,7 +10,7 @@ import zoo
 from stage_models import VOCAB, batch, build
 from torch import Tensor, nn
 
-from hf_parallel.engine.plan_head import judge_head
+from hf_parallel.engine.plan.head import judge_head
 from hf_parallel.errors import PlanError
 from hf_parallel.model.samples import tiny_samples
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tp_models import plan_sample, tiny_model
 
-from hf_parallel.engine.plan_shards import judge_fallbacks, vocabulary_modules
+from hf_parallel.engine.plan.shards import judge_fallbacks, vocabulary_modules
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import Section
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel

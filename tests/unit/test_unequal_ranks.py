@@ -15,11 +15,11 @@ import pytest
 import torch
 from stage_models import VOCAB, build
 
-from hf_parallel.engine.held import holding_of
-from hf_parallel.engine.plan_stages import Cut
-from hf_parallel.engine.plans import describe_limits
-from hf_parallel.engine.rank_limits import RankLimits, products_per_s, rank_limits, stage_memory
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.held import holding_of
+from hf_parallel.engine.plan.plans import describe_limits
+from hf_parallel.engine.plan.rank_limits import RankLimits, products_per_s, rank_limits, stage_memory
+from hf_parallel.engine.plan.setup import Setup
+from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.links import Links

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_parallel.engine.window import WindowFactors
+from hf_parallel.engine.run.window import WindowFactors
 from hf_parallel.errors import UnsupportedError
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.engine.share_rows import judge_rows
+from hf_parallel.engine.plan.share_rows import judge_rows
 from hf_parallel.errors import ParallelError, UnsupportedError
 from hf_parallel.model.probes import Probes
 from hf_parallel.ulysses.attention import Shared, share_attention

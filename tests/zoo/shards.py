@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.engine.plan_shards import vocabulary_modules
+from hf_parallel.engine.plan.shards import vocabulary_modules
 from hf_parallel.errors import ParallelError
 from hf_parallel.tensor_parallel.plan.cost import flops_coverage
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel

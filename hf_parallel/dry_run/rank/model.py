@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_parallel.dry_run.rank.stand_in import stand_in_for
 from hf_parallel.engine.parallelize import needs_probes
-from hf_parallel.engine.plans import Plans, make_plans
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.plans import Plans, make_plans
+from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import ConfigError
 from hf_parallel.links import Links
 from hf_parallel.memory.unread import build_on_meta

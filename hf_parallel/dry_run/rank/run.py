@@ -26,7 +26,7 @@ from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, plan_alone
 from hf_parallel.dry_run.rank.report import DryRun, report_of
 from hf_parallel.dry_run.rank.step import Training, batches_of
 from hf_parallel.engine.attach import attach
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.transform import (
     checkpoint_activations,
     cut_into_stages,

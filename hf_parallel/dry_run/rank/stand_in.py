@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_parallel.engine.setup import StandIn
+from hf_parallel.engine.plan.setup import StandIn
 from hf_parallel.model.narrow import has_shapes_of, largest_block, narrow_config
 from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, plan_for, reduced_model
 from hf_parallel.tensor_parallel.plan.widened import widened

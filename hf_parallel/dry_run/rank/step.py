@@ -11,8 +11,8 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor
 
-from hf_parallel.engine.direct import Engine
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Work
 

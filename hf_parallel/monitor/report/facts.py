@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from hf_parallel.engine.direct import Engine
-from hf_parallel.engine.expected import states_with_zero
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.expected import states_with_zero
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import ConfigError
 from hf_parallel.monitor.recorder import Axis
 from hf_parallel.planner.hardware import gpu_table

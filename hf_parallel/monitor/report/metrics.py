@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_parallel.engine.expected import Expected
+from hf_parallel.engine.run.expected import Expected
 from hf_parallel.errors import ScheduleError
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.monitor.recorder import Axis

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.replicas import Replicas
-from hf_parallel.engine.counted import Counted
-from hf_parallel.engine.told import SPREAD, ToldOverParts
+from hf_parallel.engine.gradients.counted import Counted
+from hf_parallel.engine.gradients.told import SPREAD, ToldOverParts
 from hf_parallel.guards.gradients.showing import ShownGradients
 from hf_parallel.mesh import Mesh
 

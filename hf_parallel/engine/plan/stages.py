@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from hf_parallel.engine.rank_limits import RankLimits, rank_limits, stage_memory
-from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.engine.plan.rank_limits import RankLimits, rank_limits, stage_memory
+from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import with_blocks
 from hf_parallel.model.narrow import narrow_model

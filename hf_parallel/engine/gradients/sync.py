@@ -20,17 +20,17 @@ from hf_parallel.data_parallel.fsdp_parts import local_of
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
-from hf_parallel.engine.changed_parts import ChangedParts
-from hf_parallel.engine.counted import Counted
-from hf_parallel.engine.global_norm import GlobalNorm
-from hf_parallel.engine.optimizer_rules import (
+from hf_parallel.engine.gradients.changed_parts import ChangedParts
+from hf_parallel.engine.gradients.counted import Counted
+from hf_parallel.engine.gradients.global_norm import GlobalNorm
+from hf_parallel.engine.gradients.optimizer_rules import (
     cut_states,
     drop_others,
     refuse_crossing_updates,
     refuse_whole_tensor_updates,
     watch_later_steps,
 )
-from hf_parallel.engine.told import ToldOverParts
+from hf_parallel.engine.gradients.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.arrivals import Arrivals
 from hf_parallel.guards.gradients.hooks import HookGuard

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from hf_parallel.compat.torch_tools import stored_bytes
-from hf_parallel.engine.plan_shards import CHECKED, Shown
-from hf_parallel.engine.plan_stages import Cut
-from hf_parallel.engine.plans import Plans
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.plans import Plans
+from hf_parallel.engine.plan.setup import Setup
+from hf_parallel.engine.plan.shards import CHECKED, Shown
+from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.fewer import Kept, fewer_blocks, with_blocks

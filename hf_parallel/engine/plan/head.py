@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_parallel.compat.private_torch import own_parameters
-from hf_parallel.engine.plan_shards import Shown
-from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.engine.plan.setup import Setup, StandIn
+from hf_parallel.engine.plan.shards import Shown
 from hf_parallel.errors import PlanError
 from hf_parallel.head.defer import LogitsDeferral
 from hf_parallel.head.tiles import Tiling

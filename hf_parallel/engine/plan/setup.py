@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_parallel.engine.verdicts import Verdicts
+from hf_parallel.engine.plan.verdicts import Verdicts
 from hf_parallel.mesh import Mesh
 from hf_parallel.monitor.recorder import Recorder, silent
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.compat.private_collectives import rows_of_ranks
-from hf_parallel.engine.microbatch_loss import Share
+from hf_parallel.engine.run.microbatch_loss import Share
 from hf_parallel.guards.calls.batches import BatchDigests
 from hf_parallel.guards.optimizers.settings import Known
 from hf_parallel.guards.weights.freezing import Freezing

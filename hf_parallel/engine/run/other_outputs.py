@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.batches import num_rows
-from hf_parallel.engine.autograd_nodes import depends_only_on
-from hf_parallel.engine.last_stage import LastStage
-from hf_parallel.engine.microbatch_loss import MicrobatchLoss, Share
+from hf_parallel.engine.run.autograd_nodes import depends_only_on
+from hf_parallel.engine.run.last_stage import LastStage
+from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.calls.batches import Announced
 from hf_parallel.guards.gradients.aside import Made

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_transformers import AFTER_DATA
 from hf_parallel.data_parallel.norms import power_sum
-from hf_parallel.engine.direct import Attachment
-from hf_parallel.engine.last_stage import LastStage
-from hf_parallel.engine.microbatch_loss import MicrobatchLoss, Share
-from hf_parallel.engine.window import COUNTS
+from hf_parallel.engine.run.direct import Attachment
+from hf_parallel.engine.run.last_stage import LastStage
+from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
+from hf_parallel.engine.run.window import COUNTS
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.optimizers.settings import Known
 from hf_parallel.guards.weights.module_settings import changed_setting, settings_of

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from hf_parallel.compat.private_torch import set_aside
-from hf_parallel.engine.autograd_nodes import outputs_node
-from hf_parallel.engine.other_outputs import CallKind, Caught, OtherOutputs, Reading
-from hf_parallel.engine.pipeline import PipelineEngine, logits_in
-from hf_parallel.engine.window import COUNTS
-from hf_parallel.engine.written_config import WrittenConfig
+from hf_parallel.engine.run.autograd_nodes import outputs_node
+from hf_parallel.engine.run.other_outputs import CallKind, Caught, OtherOutputs, Reading
+from hf_parallel.engine.run.pipeline import PipelineEngine, logits_in
+from hf_parallel.engine.run.window import COUNTS
+from hf_parallel.engine.run.written_config import WrittenConfig
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.batches import Announced
 from hf_parallel.guards.calls.outputs import More, PipelineOutput, PipelineTrainingOutput

@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.compat.private_transformers import loss_shifts_labels
-from hf_parallel.engine.ahead import Ahead
-from hf_parallel.engine.autograd_nodes import logits_node, loss_node
-from hf_parallel.engine.callers_backward import CallersBackward
-from hf_parallel.engine.direct import Attachment, Engine
-from hf_parallel.engine.last_stage import LastStage
-from hf_parallel.engine.microbatch_loss import LossFunction, MicrobatchLoss, Share
-from hf_parallel.engine.other_outputs import Caught
-from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
-from hf_parallel.engine.window import STEP_IN_WINDOW, Window, WindowFactors
+from hf_parallel.engine.run.ahead import Ahead
+from hf_parallel.engine.run.autograd_nodes import logits_node, loss_node
+from hf_parallel.engine.run.callers_backward import CallersBackward
+from hf_parallel.engine.run.direct import Attachment, Engine
+from hf_parallel.engine.run.last_stage import LastStage
+from hf_parallel.engine.run.microbatch_loss import LossFunction, MicrobatchLoss, Share
+from hf_parallel.engine.run.other_outputs import Caught
+from hf_parallel.engine.run.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
+from hf_parallel.engine.run.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.batches import BatchDigests

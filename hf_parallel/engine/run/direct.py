@@ -24,10 +24,10 @@ from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward, set_aside
 from hf_parallel.data_parallel.replicas import Replicas
-from hf_parallel.engine.expected import Expected
-from hf_parallel.engine.gradients import GradientSync
-from hf_parallel.engine.held import Table
-from hf_parallel.engine.pipeline_inputs import refuse_attentions
+from hf_parallel.engine.gradients.sync import GradientSync
+from hf_parallel.engine.plan.held import Table
+from hf_parallel.engine.run.expected import Expected
+from hf_parallel.engine.run.pipeline_inputs import refuse_attentions
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.batches import SharedBatch

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import Kept, with_blocks
 from hf_parallel.model.narrow import Narrow, narrow_model

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.compat.private_peft import tuner_layers
-from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.expert_parallel.expert_plan import ExpertKind, ExpertPlan
 from hf_parallel.expert_parallel.plan import find_kinds, plan_experts, stack_owners

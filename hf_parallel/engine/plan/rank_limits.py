@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import stored_bytes
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.pipeline_parallel.plan.stage_memory import StageMemory, memory_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_parallel.compat.private_transformers import loss_shifts_labels
-from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import may_need_fewer, with_blocks
 from hf_parallel.model.probes import Probes

@@ -14,14 +14,14 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.activation_checkpointing.recompute import groups_for
-from hf_parallel.engine.held import holding_of
-from hf_parallel.engine.plan_experts import spread_over
-from hf_parallel.engine.plan_head import HeadPlan, plan_head
-from hf_parallel.engine.plan_shards import Shown, plan_shards
-from hf_parallel.engine.plan_stages import Cut, plan_cut
-from hf_parallel.engine.rank_limits import describe_limits
-from hf_parallel.engine.setup import Setup, StandIn
-from hf_parallel.engine.share_rows import shared_rows
+from hf_parallel.engine.plan.experts import spread_over
+from hf_parallel.engine.plan.head import HeadPlan, plan_head
+from hf_parallel.engine.plan.held import holding_of
+from hf_parallel.engine.plan.rank_limits import describe_limits
+from hf_parallel.engine.plan.setup import Setup, StandIn
+from hf_parallel.engine.plan.shards import Shown, plan_shards
+from hf_parallel.engine.plan.share_rows import shared_rows
+from hf_parallel.engine.plan.stages import Cut, plan_cut
 from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
 from hf_parallel.expert_parallel.expert_plan import ExpertPlan
 from hf_parallel.guards.weights.start import Start

@@ -1,0 +1,1 @@
+"""What `model.forward` becomes: the model's own on one stage, a schedule on several."""
