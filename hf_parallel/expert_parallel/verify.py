@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_parallel.expert_parallel.apply import spread_experts
 from hf_parallel.expert_parallel.expert_plan import ExpertModule
+from hf_parallel.model.dropout import NoDropout
 from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, agree, perturb, private_copy
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
 
@@ -43,9 +45,12 @@ def refusal(module: nn.Module, made: ExpertModule, ep_size: int, arguments: Argu
     whole = private_copy(module).to("cpu", _precise(arguments, made))
     perturb(whole, only_constant=True)
     whole.requires_grad_(True)
-    for crowded in (False, True):
+    for trains, crowded in itertools.product((False, True), (False, True)):
+        whole.train(trains)
         batches = [_batch(arguments, made, rank, crowded=crowded) for rank in range(ep_size)]
         try:
+            if trains and _draws(whole, made, batches[0], arguments):
+                return ""  # what it draws in training is not comparable
             expected = [_run(private_copy(whole), made, batch, arguments) for batch in batches]
             found = _spread(whole, made, batches, arguments)
         except Exception as error:  # noqa: BLE001 - the module's own code, called as nobody called it before
@@ -54,6 +59,16 @@ def refusal(module: nn.Module, made: ExpertModule, ep_size: int, arguments: Argu
         if why:
             return why
     return ""
+
+
+def _draws(whole: nn.Module, made: ExpertModule, batch: Mapping[str, Tensor], arguments: Arguments) -> bool:
+    """Whether its output depends on random numbers, other than those of dropout."""
+    outputs = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            outputs.append(_run(private_copy(whole), made, batch, arguments).output)
+    return not torch.equal(*outputs)
 
 
 def _batch(arguments: Arguments, made: ExpertModule, rank: int, *, crowded: bool) -> dict[str, Tensor]:
@@ -91,7 +106,7 @@ def _run(module: nn.Module, made: ExpertModule, batch: Mapping[str, Tensor], arg
     given[rule.hidden], given[rule.index], given[rule.weights] = hidden, batch["index"], weights
     args, kwargs = arguments
     parameters = dict(module.named_parameters())
-    with torch.enable_grad():
+    with torch.enable_grad(), NoDropout():
         output = module(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
         cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(NOISE_SEED))
         total = (output * cotangent.to(output.dtype)).sum()

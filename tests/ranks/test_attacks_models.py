@@ -173,3 +173,50 @@ def alone(rank: int, world_size: int, hidden: bool) -> Any:
 def test_a_buffer_that_one_replica_alone_changes_late_is_refused(hidden: bool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=UNEQUAL):
         run_ranks(alone, 2, hidden, tmp_path=tmp_path, env=ENV)
+
+
+def counting(what: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A model that adds up, in a buffer, what a hook on its last norm sees of the hidden states in training."""
+    model = tiny.llama(tied=True, layers=2)
+    model.register_buffer("seen", torch.zeros(()))
+
+    def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if model.training:
+            model.seen += what(output)
+
+    model.model.norm.register_forward_hook(count)
+    return model
+
+
+def tokens(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden[..., 0].gt(0).sum().float()
+
+
+def calls(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.ones(())
+
+
+def watched(loop: Loop) -> None:
+    loop.prepare()
+    loop.model.train()
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.step()
+
+
+def counted(rank: int, world_size: int) -> dict[str, Any]:
+    layout = "sp2" if world_size > 1 else "one"
+    return {
+        what.__name__: user_loops.tried(layout, watched, build=functools.partial(counting, what))
+        for what in (calls, tokens)
+    }
+
+
+def test_a_buffer_that_parts_of_a_row_write_differently_is_refused(tmp_path: Path) -> None:
+    alone = run_ranks(counted, 1, tmp_path=tmp_path, env=ENV, init_group=False)[0]
+    for mine in run_ranks(counted, 2, tmp_path=tmp_path, env=ENV):
+        assert user_loops.difference(mine["calls"], alone["calls"]) < 1e-5
+        assert (
+            "writes to 1 buffers in training (first: seen) with sp_size=2: each rank writes what its part"
+            in mine["tokens"]
+        )

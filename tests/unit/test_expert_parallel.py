@@ -82,9 +82,9 @@ def _batch(seed: int) -> dict[str, Tensor]:
 
 
 class Experts(nn.Module):
-    """Experts of a toy model; `mixes` makes what a token gets depend on the others."""
+    """Experts of a toy model; `mixes` makes what a token gets depend on the others, always or in training."""
 
-    def __init__(self, mixes: bool) -> None:
+    def __init__(self, mixes: str) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0)))
         self.num_experts, self.mixes = 4, mixes
@@ -95,11 +95,14 @@ class Experts(nn.Module):
             token, choice = torch.where(index == expert)
             made = hidden[token] @ self.up[expert] * weights[token, choice, None]
             out = out.index_add(0, token, made)
-        return out - out.mean(0, keepdim=True) if self.mixes else out
+        if self.mixes == "draws" and self.training:
+            return out * (1 + torch.rand(len(out), 1))
+        mixes = self.mixes == "always" or (self.mixes == "training" and self.training)
+        return out - out.mean(0, keepdim=True) if mixes else out
 
 
 class Toy(nn.Module):
-    def __init__(self, mixes: bool = False) -> None:
+    def __init__(self, mixes: str = "never") -> None:
         super().__init__()
         self.embed, self.gate = nn.Embedding(20, 8), nn.Linear(8, 4)
         self.experts = Experts(mixes)
@@ -117,10 +120,15 @@ def test_a_model_of_ones_own_is_spread_without_any_code_for_it() -> None:
     assert plan.shard_specs()["experts.up"].local_size(2, 1) == 2
 
 
-def test_experts_whose_tokens_depend_on_each_other_are_refused_with_their_name() -> None:
+@pytest.mark.parametrize("moment", ["always", "training"])
+def test_experts_whose_tokens_depend_on_each_other_are_refused_with_their_name(moment: str) -> None:
     sample = {"input_ids": torch.arange(12).view(2, 6)}
     with pytest.raises(PlanError, match=r"experts \(Experts\) does not compute the same on 2 ranks .*output differs"):
-        find_kinds(Toy(mixes=True), 2, sample)
+        find_kinds(Toy(moment), 2, sample)
+
+
+def test_experts_that_draw_in_training_are_compared_in_evaluation() -> None:
+    assert len(find_kinds(Toy("draws"), 2, {"input_ids": torch.arange(12).view(2, 6)})) == 1
 
 
 def test_more_ranks_than_experts_are_refused() -> None:

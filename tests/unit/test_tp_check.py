@@ -264,6 +264,51 @@ class NamedCalls(nn.Module):
         return self.down(input=torch.tanh(self.up(input=x)))
 
 
+class SharedNorm(nn.Module):
+    """An activation that knows all of its features; in training alone, unless it is `always` so."""
+
+    def __init__(self, *, always: bool = False) -> None:
+        super().__init__()
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (1 + x.norm(dim=-1, keepdim=True)) if self.training or self.always else torch.tanh(x)
+
+
+def with_activation(activation: nn.Module) -> Any:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = activation
+    return model
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_code_that_runs_in_training_alone_is_compared(labelled: bool) -> None:
+    model = with_activation(SharedNorm())
+    batch = plan_sample()
+    batch = {**batch, "labels": batch["input_ids"]} if labelled else batch
+    with pytest.raises(PlanError, match="in training mode, the sharded model differs"):
+        verify_model(model, plan_tensor_parallel(model, 2, batch), batch)
+    always = with_activation(SharedNorm(always=True))
+    verify_model(always, plan_tensor_parallel(always, 2, batch), batch)
+
+
+class Drawn(nn.Module):
+    """What draws in training, and not by dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * (1 + torch.rand(x.shape[:1])[..., None, None] if self.training else 1)
+
+
+def test_what_draws_in_training_is_compared_without_that() -> None:
+    model = with_activation(Drawn())
+    batch = plan_sample()
+    verify_model(model, plan_tensor_parallel(model, 2, batch), {**batch, "labels": batch["input_ids"]})
+    model = with_activation(nn.Sequential(nn.Tanh(), nn.Dropout(0.5)))
+    verify_model(model, plan_tensor_parallel(model, 2, batch), {**batch, "labels": batch["input_ids"]})
+    assert not model.training
+
+
 def test_linears_called_by_keyword_are_paired() -> None:
     assert len(planned(Wrapped(NamedCalls())).pairs) == 1
 

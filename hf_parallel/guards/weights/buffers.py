@@ -2,11 +2,14 @@
 
 DDP sends those of rank 0 to all replicas before the first forward pass of each step; so do we, if there are any, whether a
 forward pass writes to them or user code between two of them. A pipeline runs a batch as several forward passes, which is
-another sequence of writes: refused, for plain numbers on modules too (a count of calls that a weight is annealed by).
+another sequence of writes: refused, for plain numbers on modules too (a count of calls that a weight is annealed by). Ranks that
+share the tokens of a row write what their parts give: refused where these differ.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -171,12 +174,35 @@ class MovingBuffers:
                 "often (running statistics, power iterations, counts). Set pipeline.num_microbatches to 1, or pp_size to 1."
             )
         shape = self._mesh.shape
+        if shape.sp_size > 1:
+            self._refuse_parts(everyone)
         mine = [
             set(everyone[shape.rank_at(replica, self._mesh.pp_rank, self._mesh.tp_rank, part)])
             for replica in range(shape.dp_size)
             for part in range(shape.sp_size)
         ]
         self._moving = sorted(set.union(set(self._moving), *mine))
+
+    def _refuse_parts(self, everyone: Sequence[Sequence[str]]) -> None:
+        """Refuse buffers that ranks of one row have other values of: each wrote what its part of the row gives.
+
+        Args:
+            everyone: What each rank wrote to.
+        """
+        buffers = dict(self._model.named_buffers())
+        written = [name for name in sorted({*itertools.chain(*everyone)}) if name in buffers]
+        values: list[list[str]] = [[] for _ in everyone]
+        dist.all_gather_object(values, [_digest(buffers[name]) for name in written])
+        shape = self._mesh.shape
+        for replica, stage, tp_rank in itertools.product(*map(range, (shape.dp_size, shape.pp_size, shape.tp_size))):
+            of_row = [values[shape.rank_at(replica, stage, tp_rank, part)] for part in range(shape.sp_size)]
+            unequal = [name for name, *found in zip(written, *of_row, strict=True) if len({*found}) > 1]
+            if unequal:
+                raise UnsupportedError(
+                    f"the forward pass writes to {len(unequal)} buffers in training (first: {unequal[0]}) with "
+                    f"sp_size={shape.sp_size}: each rank writes what its part of a row gives, so that counts of tokens and running "
+                    "statistics would be those of a part. Set sp_size to 1; tp_size and zero.stage also save memory."
+                )
 
     @torch.no_grad()
     def _send(self) -> None:
@@ -186,6 +212,12 @@ class MovingBuffers:
         for name in self._moving:
             dist.broadcast(self._model.get_buffer(name), group=group, group_src=0)
         self._left.take()
+
+
+def _digest(buffer: Tensor) -> str:
+    """Of the values, bit by bit."""
+    flat = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _moved(before: State | None, now: State) -> bool:

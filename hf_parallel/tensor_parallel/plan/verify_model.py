@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.errors import PlanError
 from hf_parallel.model.copies import rebind_forwards
+from hf_parallel.model.dropout import NoDropout
+from hf_parallel.model.random_streams import generators_of
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, perturb, run, undisturbed, widen
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
@@ -28,6 +31,9 @@ from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 RANK_TIMEOUT_S = 300.0  # ranks that disagree on the number of collectives wait for each other
 
+# What is in training mode: nothing, all modules (without dropout), or the model without its modules.
+Mode = Literal["evaluation", "training", "outer"]
+MOMENT: Mapping[Mode, str] = {"evaluation": "", "training": "in training mode, ", "outer": "in training mode, "}
 Result = tuple[list[Tensor], dict[str, Tensor | None]]
 
 
@@ -50,7 +56,7 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], *, d
     sample = {key: map_tensors(lambda _, tensor: tensor.cpu(), value) for key, value in sample.items()}
     modes = _modes(model, plan, sample)
     whole = _copied(model)
-    expected = [_outputs_and_grads(whole, sample, trains) for trains in modes]
+    expected = [_outputs_and_grads(whole, sample, mode) for mode in modes]
     del whole
     if plan.tp_size == 1:
         return
@@ -58,25 +64,50 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], *, d
     shards = [_copied(model) for _ in groups]
     for rank, group in enumerate(groups):
         apply_tensor_parallel(shards[rank], plan, group, rank, lambda name: True, defers_logits=defers_logits)
-    for trains, reference in zip(modes, expected, strict=True):
-        _verify(plan, shards, groups, sample, trains, reference)
+    for mode, reference in zip(modes, expected, strict=True):
+        _verify(plan, shards, groups, sample, mode, reference)
 
 
-def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Evaluation; and training, where its loss is another one: on parts of the vocabulary."""
-    vocab = any(linear.role == "vocab_head" for linear in plan.linears.values())
-    if not vocab or sample.get("labels") is None or plan.tp_size == 1:
-        return (False,)
+def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[Mode, ...]:
+    """Evaluation; and training, where the model computes something else then: its loss on parts of the vocabulary, or its own.
+
+    What draws numbers in training cannot be compared; its loss is, with modules that do not know that they are trained.
+    """
+    if plan.tp_size == 1:
+        return ("evaluation",)
+    by_parts = sample.get("labels") is not None and any(one.role == "vocab_head" for one in plan.linears.values())
     device = next(model.parameters()).device
     there = {key: map_tensors(lambda _, tensor: tensor.to(device), value) for key, value in sample.items()}
-    with undisturbed(model):
-        model.training = base_model(model).training = True
+    evaluated = _tried(model, there, "evaluation")
+    trained, again = (_tried(model, there, "training", seed) for seed in (0, 1))
+    if trained is not None and _alike(trained, again):
+        return ("evaluation", "training") if by_parts or not _alike(trained, evaluated) else ("evaluation",)
+    # It draws, or refuses to train on this sample.
+    return ("evaluation", "outer") if by_parts and _tried(model, there, "outer") is not None else ("evaluation",)
+
+
+def _tried(model: nn.Module, sample: Mapping[str, Any], mode: Mode, seed: int = 0) -> list[Tensor] | None:
+    """What a forward pass returns; None if it raises."""
+    with undisturbed(model), torch.no_grad():
+        for generator in generators_of(model):
+            generator.manual_seed(seed)
         try:
-            with torch.no_grad():
-                run(model, there)
-        except Exception:  # noqa: BLE001  it may refuse to train while its modules, with their dropout, do not
-            return (False,)
-    return (False, True)
+            with _in_mode(model, mode):
+                return tensors_in(run(model, sample))
+        except Exception:  # noqa: BLE001  the model's own code, in a mode that it may not know
+            return None
+
+
+def _alike(one: Sequence[Tensor], other: Sequence[Tensor] | None) -> bool:
+    return other is not None and len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _in_mode(model: nn.Module, mode: Mode) -> AbstractContextManager[object]:
+    """Set a mode, for code inside of what is returned."""
+    model.train(mode == "training")
+    if mode == "outer":
+        model.training = base_model(model).training = True
+    return NoDropout() if mode == "training" else nullcontext()
 
 
 def _verify(
@@ -84,14 +115,16 @@ def _verify(
     shards: Sequence[nn.Module],
     groups: Sequence[VirtualGroup],
     sample: Mapping[str, Any],
-    trains: bool,
+    mode: Mode,
     reference: Result,
 ) -> None:
     try:
-        results = run_virtual_ranks(groups, lambda rank: _outputs_and_grads(shards[rank], sample, trains))
+        results = run_virtual_ranks(groups, lambda rank: _outputs_and_grads(shards[rank], sample, mode))
     except Exception as error:  # the model's own code, on shards: may raise anything
         raise PlanError(f"the sharded model does not run: {type(error).__name__}: {error}") from error
-    _compare(plan, reference, [values for values, _ in results], lambda name: [grads[name] for _, grads in results])
+    _compare(
+        plan, mode, reference, [values for values, _ in results], lambda name: [grads[name] for _, grads in results]
+    )
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -108,19 +141,22 @@ def _copied(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any], trains: bool) -> Result:
-    model.training = base_model(model).training = trains  # the model alone, not its modules: no dropout
+def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any], mode: Mode) -> Result:
     parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     for parameter in parameters.values():
         parameter.requires_grad_()
-    with torch.enable_grad(), in_lockstep(model):
+    with torch.enable_grad(), in_lockstep(model), _in_mode(model, mode):
         output = run(model, sample)
-        compared = output["loss"] if trains else output
+        # Logits of training may be of this rank's part of the vocabulary.
+        compared = output if mode == "evaluation" or sample.get("labels") is None else output["loss"]
         outputs = [t for t in tensors_in(compared) if t.is_floating_point() and t.requires_grad]
         generator = torch.Generator().manual_seed(NOISE_SEED)
         total = sum((t * torch.randn(t.shape, generator=generator).to(t.device, t.dtype)).sum() for t in outputs)
-    grads = torch.autograd.grad([torch.as_tensor(total)], list(parameters.values()), allow_unused=True)
-    return [t.detach() for t in outputs], dict(zip(parameters, grads, strict=True))
+        torch.as_tensor(total).backward()
+    grads = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return [t.detach() for t in outputs], grads
 
 
 def _error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
@@ -144,7 +180,11 @@ def _error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
 
 
 def _compare(
-    plan: TPPlan, reference: Result, outputs: list[list[Tensor]], grads_of: Callable[[str], list[Tensor | None]]
+    plan: TPPlan,
+    mode: Mode,
+    reference: Result,
+    outputs: list[list[Tensor]],
+    grads_of: Callable[[str], list[Tensor | None]],
 ) -> None:
     values, expected = reference
     # The loss of transformers is fp32 in an fp64 model too, and so are the gradients that it alone makes.
@@ -171,7 +211,7 @@ def _compare(
             wrong.append(f"gradient of {name} (relative error {error:.1e})")
     if wrong:
         raise PlanError(
-            f"tp_size={plan.tp_size}: the sharded model differs from the plain one in {len(wrong)} quantities by "
+            f"tp_size={plan.tp_size}: {MOMENT[mode]}the sharded model differs from the plain one in {len(wrong)} quantities by "
             f"more than {tolerance:.0e}: {', '.join(wrong[:5])}. Set tensor_parallel.plan to gather the modules involved, "
             "or report the model type."
         )
