@@ -195,7 +195,7 @@ def offloading(rank: int, world_size: int, parallel: dict[str, Any]) -> dict[str
     """Where the optimizer of a model lives, and what steps it."""
     trainer = small_trainer(parallel)
     trainer.train()
-    zero = trainer.accelerator.hf_parallel.engine.gradients.sync.replicas.zero
+    zero = trainer.accelerator.hf_parallel.engine.gradients.replicas.zero
     held = [group["params"] for group in trainer.optimizer.optimizer.param_groups]
     masters = {id(shard.master) for shard in zero.shards}
     return {

@@ -53,7 +53,7 @@ def train(settings: dict[str, Any], dtype: torch.dtype) -> tuple[dict[str, torch
         accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
         optimizer.step()
         optimizer.zero_grad()
-    replicas = accelerator.hf_parallel.engine.gradients.sync.replicas
+    replicas = accelerator.hf_parallel.engine.gradients.replicas
     wires = [w for w in (replicas._reducer, replicas.zero and replicas.zero.wire) if w]
     masters = {shard.master.dtype for shard in (replicas.zero.shards if replicas.zero else ())}
     return (

@@ -257,5 +257,7 @@ def test_the_table_of_differences_shows_every_name_whole(
     name = "model.layers.27.mlp.experts.31.gate_up_proj.base_layer.weight"
     worst = {"what": "gradient", "step": 1, "name": name, "rank": 0, "relative": 1e-3, "allowed": 1e-5}
     _show(Verdict("m", "pp2", worst=[worst]))
-    cells = [line.split("│")[3].strip() for line in capsys.readouterr().out.splitlines() if line.count("│") > 3]
+    cells = [
+        line.split("\u2502")[3].strip() for line in capsys.readouterr().out.splitlines() if line.count("\u2502") > 3
+    ]
     assert "".join(cells) == name

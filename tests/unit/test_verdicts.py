@@ -23,7 +23,7 @@ from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from hf_parallel.engine import verdicts as verdicts_module
+from hf_parallel.engine.plan import verdicts as verdicts_module
 from hf_parallel.engine.plan.verdicts import Verdicts, cache_folder, verdicts_of
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.model.dropout import NoDropout

@@ -16,6 +16,7 @@ from torch import nn
 
 from hf_parallel.compat.private_torch import module_hooks
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.calls.kept_parts import KeptParts
 
 
 OURS = ("hf_parallel.", "transformers.", "accelerate.")
@@ -45,6 +46,8 @@ class PartHooks:
         self._forwards: list[tuple[str, str, dict[str, Any], Any]] = []
         for name, parts in modules.items():
             module = model.get_submodule(name)
+            if name not in whole_outputs:
+                _watch_kept(module, name, parts, axis)
             before, after, *backward = module_hooks(module)
             tables = [
                 *([] if name in whole_inputs else [before]),
@@ -75,6 +78,13 @@ class PartHooks:
         for name, parts, attributes, forward in self._forwards if anywhere else self._replaced:
             if attributes.get("forward") is not forward:
                 _refuse(f"forward of {name} was replaced", parts, self._axis)
+
+
+def _watch_kept(module: nn.Module, name: str, parts: str, axis: str) -> None:
+    hooks = list(module_hooks(module)[1].values())
+    # Hooks of transformers keep what the model returns, which is made whole then.
+    if hooks and not any(_module_of(hook).startswith(OURS) for hook in hooks):
+        module.register_forward_hook(KeptParts(name, [_name_of(hook) for hook in hooks], parts, axis))
 
 
 def _module_of(function: Any) -> str:
