@@ -59,7 +59,7 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
         engine = _pipeline_engine(attachment, stages, plans.cut)
     if setup.mesh.shape.sp_size > 1:  # around the model itself rows are whole
         inside = dict.fromkeys((name for name, _ in setup.model.named_modules() if name), "part of the tokens")
-        engine.part_hooks = PartHooks(setup.model, inside, axis="sp_size")
+        engine.part_hooks = PartHooks(setup.model, inside, axis="sp_size", is_part=lambda tensor: True)
     elif plans.tensor_parallel is not None and setup.mesh.tp_group is not None:
         engine.part_hooks = _part_hooks(setup.model, plans.tensor_parallel)
     engine.install()
@@ -77,12 +77,14 @@ def _part_hooks(model: nn.Module, plan: TPPlan) -> PartHooks:
 
     given |= {outer(name) for name in given}
     returned = {outer(pair.row) for pair in plan.pairs}
+    is_part = None
     if plan.sequence is not None:  # then only the head's are whole
         given, returned = (
             {name for name in given if name in plan.linears and plan.linears[name].role == "vocab_head"},
             set(),
         )
-    return PartHooks(model, seen_in_parts(model, plan), given, returned)
+        is_part = vars(model)["tp_sequence"].has_part
+    return PartHooks(model, seen_in_parts(model, plan), given, returned, is_part=is_part)
 
 
 def _replica_settings(setup: Setup, sharded: ShardedModel | None, *, overlaps: bool) -> ReplicaSettings:

@@ -1,4 +1,4 @@
-"""Losses that read what hooks of user code kept of modules that see parts of tensors: such a term is one of a part.
+"""Losses that read what hooks of user code kept of modules that see a part of the sequence: such a term is one of the part.
 
 The ranks of one model copy compare their losses, but terms of two parts may be equal, or too small to tell. So what the model goes
 on with is an alias of what hooks have seen: where more than its gradient arrives, something else has read the output.
@@ -6,7 +6,7 @@ on with is an alias of what hooks have seen: where more than its gradient arrive
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,16 @@ class KeptParts:
     Args:
         name: Of the module.
         hooks: Names of the hooks that were there before.
-        parts: Parts of what it returns on this rank.
         axis: The setting that leaves parts.
+        is_part: Whether a tensor that the module returns is one.
     """
 
-    def __init__(self, name: str, hooks: Sequence[str], parts: str, axis: str) -> None:
+    def __init__(self, name: str, hooks: Sequence[str], axis: str, is_part: Callable[[Tensor], bool]) -> None:
+        self._is_part = is_part
         self._text = (
-            f"the loss reads what a hook ({', '.join(hooks)}) kept of {name}, with {axis} above 1: on each rank that is a {parts}, and "
-            "a term of the loss would be one of it. Read outputs.hidden_states (output_hidden_states=True), which are whole, or set "
-            f"{'tensor_parallel.sequence_parallel to false' if axis == 'tp_size' else 'sp_size to 1'}."
+            f"the loss reads what a hook ({', '.join(hooks)}) kept of {name}, with {axis} above 1: on each rank that is a part of the "
+            "sequence, and a term of the loss would be one of that part. Read outputs.hidden_states (output_hidden_states=True), which "
+            f"are whole, or set {'tensor_parallel.sequence_parallel to false' if axis == 'tp_size' else 'sp_size to 1'}."
         )
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -39,7 +40,7 @@ class KeptParts:
         return map_tensors(self._watched, output) if torch.is_grad_enabled() else output
 
     def _watched(self, place: tuple[str | int, ...], tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is None:
+        if tensor.grad_fn is None or not self._is_part(tensor):
             return tensor
         alias, seen = tensor.view_as(tensor), tensor.detach()
         before, arrived = version_of(seen), list[Tensor]()

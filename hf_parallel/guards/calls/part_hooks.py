@@ -7,12 +7,12 @@ later nobody has looked at: a norm over the channels would be that of a part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import repeat
 from operator import contains
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import module_hooks
 from hf_parallel.errors import UnsupportedError
@@ -31,6 +31,7 @@ class PartHooks:
         whole_inputs: Those of them that are given whole tensors: forward pre-hooks may come later.
         whole_outputs: Those of them that return whole tensors: forward hooks may come later.
         axis: The setting that leaves parts.
+        is_part: Whether what a module of them returns is a part of the sequence; None: it never is.
     """
 
     def __init__(
@@ -40,14 +41,15 @@ class PartHooks:
         whole_inputs: Collection[str] = (),
         whole_outputs: Collection[str] = (),
         axis: str = "tp_size",
+        is_part: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self._axis = axis
         self._tables: list[tuple[str, str, dict[int, Any], set[int]]] = []
         self._forwards: list[tuple[str, str, dict[str, Any], Any]] = []
         for name, parts in modules.items():
             module = model.get_submodule(name)
-            if name not in whole_outputs:
-                _watch_kept(module, name, parts, axis)
+            if is_part is not None and name not in whole_outputs:
+                _watch_kept(module, name, axis, is_part)
             before, after, *backward = module_hooks(module)
             tables = [
                 *([] if name in whole_inputs else [before]),
@@ -80,11 +82,11 @@ class PartHooks:
                 _refuse(f"forward of {name} was replaced", parts, self._axis)
 
 
-def _watch_kept(module: nn.Module, name: str, parts: str, axis: str) -> None:
+def _watch_kept(module: nn.Module, name: str, axis: str, is_part: Callable[[Tensor], bool]) -> None:
     hooks = list(module_hooks(module)[1].values())
     # Hooks of transformers keep what the model returns, which is made whole then.
     if hooks and not any(_module_of(hook).startswith(OURS) for hook in hooks):
-        module.register_forward_hook(KeptParts(name, [_name_of(hook) for hook in hooks], parts, axis))
+        module.register_forward_hook(KeptParts(name, [_name_of(hook) for hook in hooks], axis, is_part))
 
 
 def _module_of(function: Any) -> str:

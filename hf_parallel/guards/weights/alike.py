@@ -91,11 +91,14 @@ class CommonWeights:
         names = [self._mesh.shape.describe(rank) for rank in self._mesh.copy_ranks]
         if name == TRAINED:
             refuse_unlike_trained([names[rank] for rank in ranks])
+        shape = self._mesh.shape
+        sizes = {"pp_size": shape.pp_size, "tp_size": shape.tp_size, "sp_size": shape.sp_size}
+        shared = [key for key, size in sizes.items() if size > 1]
         raise RankMismatchError(
             f"parameter {name} is held by {' and '.join(names[rank] for rank in ranks)}, and its values "
             "differ there: code between two steps changed it differently on each rank (noise drawn for one parameter after "
-            "another? a learning rate set on some ranks only?). Draw for each parameter with a generator seeded by its name and the "
-            "step, or set pp_size and tp_size to 1."
+            "another? a learning rate set on some ranks only? statistics that a hook keeps of this rank's part of a tensor?). Draw for "
+            f"each parameter with a generator seeded by its name and the step, or set {' and '.join(shared)} to 1."
         )
 
 

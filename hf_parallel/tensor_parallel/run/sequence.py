@@ -115,6 +115,10 @@ class SequenceMode:
 
         return moved
 
+    def has_part(self, hidden: Tensor) -> bool:
+        """Whether hidden states of the forward in progress are a part of the sequence."""
+        return bool(self._stack_length) and hidden.ndim > self.dim and hidden.shape[self.dim] != self._stack_length
+
     def along(self, length: int = 0) -> tuple[TPGroup, int, list[int]]:
         """Group, dim and sizes for the functions that cut and gather."""
         return self.group, self.dim, sequence_sizes(length or self.length, self.group)
