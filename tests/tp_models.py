@@ -181,9 +181,11 @@ def check_on_ranks(model: nn.Module, plan: TPPlan, group: Any, tp_rank: int, sam
         dist.all_gather_object(items, item, group=group)
         return items
 
-    for trains in verify_model._modes(model, plan, sample):
-        reference = verify_model._outputs_and_grads(verify_model._copied(model), sample, trains)
+    for mode in verify_model._modes(model, plan, sample):
+        reference = verify_model._outputs_and_grads(verify_model._copied(model), sample, mode)
         sharded = verify_model._copied(model)
         apply_tensor_parallel(sharded, plan, group, tp_rank, lambda name: True)
-        values, grads = verify_model._outputs_and_grads(sharded, sample, trains)
-        verify_model._compare(plan, reference, all_ranks(values), lambda name, grads=grads: all_ranks(grads[name]))
+        values, grads = verify_model._outputs_and_grads(sharded, sample, mode)
+        verify_model._compare(
+            plan, mode, reference, all_ranks(values), lambda name, grads=grads: all_ranks(grads[name])
+        )
