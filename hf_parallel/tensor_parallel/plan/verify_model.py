@@ -56,7 +56,8 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], *, d
     sample = {key: map_tensors(lambda _, tensor: tensor.cpu(), value) for key, value in sample.items()}
     modes = _modes(model, plan, sample)
     whole = _copied(model)
-    expected = [_outputs_and_grads(whole, sample, mode) for mode in modes]
+    with torch.random.fork_rng(devices=[]):
+        expected = [_outputs_and_grads(whole, sample, mode) for mode in modes]
     del whole
     if plan.tp_size == 1:
         return
@@ -64,8 +65,9 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], *, d
     shards = [_copied(model) for _ in groups]
     for rank, group in enumerate(groups):
         apply_tensor_parallel(shards[rank], plan, group, rank, lambda name: True, defers_logits=defers_logits)
-    for mode, reference in zip(modes, expected, strict=True):
-        _verify(plan, shards, groups, sample, mode, reference)
+    with torch.random.fork_rng(devices=[]):  # other ranks, which do not check, draw the same numbers afterwards
+        for mode, reference in zip(modes, expected, strict=True):
+            _verify(plan, shards, groups, sample, mode, reference)
 
 
 def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[Mode, ...]:
