@@ -8,7 +8,6 @@ share the tokens of a row write what their parts give: refused where these diffe
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_parallel.batches import digest
 from hf_parallel.compat.private_torch import own_buffers, version_of
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, meeting_of_replicas
@@ -191,8 +191,8 @@ class MovingBuffers:
         """
         buffers = dict(self._model.named_buffers())
         written = [name for name in sorted({*itertools.chain(*everyone)}) if name in buffers]
-        values: list[list[str]] = [[] for _ in everyone]
-        dist.all_gather_object(values, [_digest(buffers[name]) for name in written])
+        values: list[list[int]] = [[] for _ in everyone]
+        dist.all_gather_object(values, [digest([{name: buffers[name]}]) for name in written])
         shape = self._mesh.shape
         for replica, stage, tp_rank in itertools.product(*map(range, (shape.dp_size, shape.pp_size, shape.tp_size))):
             of_row = [values[shape.rank_at(replica, stage, tp_rank, part)] for part in range(shape.sp_size)]
@@ -212,12 +212,6 @@ class MovingBuffers:
         for name in self._moving:
             dist.broadcast(self._model.get_buffer(name), group=group, group_src=0)
         self._left.take()
-
-
-def _digest(buffer: Tensor) -> str:
-    """Of the values, bit by bit."""
-    flat = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _moved(before: State | None, now: State) -> bool:

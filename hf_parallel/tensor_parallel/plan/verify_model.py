@@ -33,7 +33,6 @@ RANK_TIMEOUT_S = 300.0  # ranks that disagree on the number of collectives wait 
 
 # What is in training mode: nothing, all modules (without dropout), or the model without its modules.
 Mode = Literal["evaluation", "training", "outer"]
-MOMENT: Mapping[Mode, str] = {"evaluation": "", "training": "in training mode, ", "outer": "in training mode, "}
 Result = tuple[list[Tensor], dict[str, Tensor | None]]
 
 
@@ -80,10 +79,10 @@ def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[M
     by_parts = sample.get("labels") is not None and any(one.role == "vocab_head" for one in plan.linears.values())
     device = next(model.parameters()).device
     there = {key: map_tensors(lambda _, tensor: tensor.to(device), value) for key, value in sample.items()}
-    evaluated = _tried(model, there, "evaluation")
     trained, again = (_tried(model, there, "training", seed) for seed in (0, 1))
     if trained is not None and _alike(trained, again):
-        return ("evaluation", "training") if by_parts or not _alike(trained, evaluated) else ("evaluation",)
+        differs = by_parts or not _alike(trained, _tried(model, there, "evaluation"))
+        return ("evaluation", "training") if differs else ("evaluation",)
     # It draws, or refuses to train on this sample.
     return ("evaluation", "outer") if by_parts and _tried(model, there, "outer") is not None else ("evaluation",)
 
@@ -213,7 +212,7 @@ def _compare(
             wrong.append(f"gradient of {name} (relative error {error:.1e})")
     if wrong:
         raise PlanError(
-            f"tp_size={plan.tp_size}: {MOMENT[mode]}the sharded model differs from the plain one in {len(wrong)} quantities by "
+            f"tp_size={plan.tp_size}: {'' if mode == 'evaluation' else 'in training mode, '}the sharded model differs from the plain one in {len(wrong)} quantities by "
             f"more than {tolerance:.0e}: {', '.join(wrong[:5])}. Set tensor_parallel.plan to gather the modules involved, "
             "or report the model type."
         )
