@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from hf_parallel.expert_parallel.apply import spread_experts
 from hf_parallel.expert_parallel.expert_plan import ExpertModule
+from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.dropout import NoDropout
-from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, agree, perturb, private_copy
+from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, agree, perturb
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
 
 
@@ -42,7 +43,7 @@ def refusal(module: nn.Module, made: ExpertModule, ep_size: int, arguments: Argu
         ep_size: Ranks.
         arguments: Of a call of it.
     """
-    whole = private_copy(module).to("cpu", _precise(arguments, made))
+    whole = deep_copy(module).to("cpu", _precise(arguments, made))
     perturb(whole, only_constant=True)
     whole.requires_grad_(True)
     for trains, crowded in itertools.product((False, True), (False, True)):
@@ -51,7 +52,7 @@ def refusal(module: nn.Module, made: ExpertModule, ep_size: int, arguments: Argu
         try:
             if trains and _draws(whole, made, batches[0], arguments):
                 return ""  # what it draws in training is not comparable
-            expected = [_run(private_copy(whole), made, batch, arguments) for batch in batches]
+            expected = [_run(deep_copy(whole), made, batch, arguments) for batch in batches]
             found = _spread(whole, made, batches, arguments)
         except Exception as error:  # noqa: BLE001 - the module's own code, called as nobody called it before
             return f"it raises {type(error).__name__}: {str(error).strip()[:150]}"
@@ -67,7 +68,7 @@ def _draws(whole: nn.Module, made: ExpertModule, batch: Mapping[str, Tensor], ar
     with torch.random.fork_rng(devices=[]):
         for seed in (0, 1):
             torch.manual_seed(seed)
-            outputs.append(_run(private_copy(whole), made, batch, arguments).output)
+            outputs.append(_run(deep_copy(whole), made, batch, arguments).output)
     return not torch.equal(*outputs)
 
 
@@ -120,7 +121,7 @@ def _spread(
     whole: nn.Module, made: ExpertModule, batches: list[dict[str, Tensor]], arguments: Arguments
 ) -> list[_Outcome]:
     groups = virtual_groups(len(batches), RANK_TIMEOUT_S)
-    modules = [private_copy(whole) for _ in groups]
+    modules = [deep_copy(whole) for _ in groups]
     for rank, (module, group) in enumerate(zip(modules, groups, strict=True)):
         spread_experts(module, made, group, rank)
     main: Callable[[int], _Outcome] = lambda rank: _run(modules[rank], made, batches[rank], arguments)  # noqa: E731

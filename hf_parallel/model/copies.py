@@ -1,20 +1,44 @@
-"""Copies of models whose forwards somebody has replaced by functions: a copy of a function still calls what it was made around.
+"""Copies of models that somebody has hung functions and results on.
 
-TRL, accelerate and users write `original = model.forward; model.forward = types.MethodType(wrapper, model)`, and `wrapper`
+A copy of a function still calls what it was made around: TRL, accelerate and users write `original = model.forward; model.forward = types.MethodType(wrapper, model)`, and `wrapper`
 calls `original`, which is bound to the model. In a deep copy it is bound to the model still, so that the copy runs that.
+And torch copies no tensor that was computed from parameters, wherever a hook has kept one.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 DEPTH: Final = 8  # of functions around functions
+
+
+def deep_copy(module: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """A deep copy; results that the module or its hooks have kept (DoRA, a `partial` with a list) are copied as constants.
+
+    Args:
+        module: What to copy.
+        memo: Ids of objects that are not copied, with what takes their place.
+    """
+    with _ResultsAsConstants():
+        return copy.deepcopy(module, dict(memo or {}))
+
+
+class _ResultsAsConstants(TorchFunctionMode):
+    """Inside, `copy.deepcopy` takes tensors that have a graph, which it refuses otherwise: without their graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())  # one copy for all who hold it
+        return func(*args, **(kwargs or {}))
 
 
 def rebind_forwards(copied: nn.Module, model: nn.Module) -> None:

@@ -11,7 +11,6 @@ given counted positions see whole rows (see `whole`).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import accumulation_hooks
 from hf_parallel.errors import ParallelError, PlanError
-from hf_parallel.model.copies import rebind_forwards
+from hf_parallel.model.copies import deep_copy, rebind_forwards
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.random_streams import generators_of
 from hf_parallel.ulysses.attention import Shared, share_attention
@@ -79,7 +78,7 @@ def verify_model(
         PlanError: They differ, or the model does not run; names the module. On every rank.
     """
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
-        given, model = model, copy.deepcopy(model).float()
+        given, model = model, deep_copy(model).float()
         rebind_forwards(model, given)
     passed = 0
     while passed < len(samples):

@@ -56,9 +56,15 @@ def keeps(kept: list[Tensor], module: nn.Module, args: Any, output: Tensor) -> N
     kept.append(output)
 
 
-def hooked(kept: list[Tensor], hook: Callable[..., Any], block: int, checkpointing: bool = False) -> Any:
+def hooked(kept: list[Tensor], name: str) -> Any:
+    hook, _, checkpointing = CASES[name]
+    block = int(name in WHOLE)
     model = tiny.llama(tied=True, layers=2)
-    model.model.layers[block].register_forward_hook(lambda *called: hook(kept, *called))
+    # A deep copy of a module has the same functions, and copies of objects that hold what they have kept.
+    held = functools.partial(hook, kept) if name in COPIED else lambda *called: hook(kept, *called)
+    model.model.layers[block].register_forward_hook(held)
+    if name in COPIED:
+        model(**tiny.collate(tiny.rows(2)))  # it holds a result with a graph before it is prepared
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -80,19 +86,22 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[Tensor], Tensor] | None, bo
     "looked_at": (keeps, looked_at, False),
     "checkpointed": (keeps, looked_at, True),
     "last_block": (keeps, whole_mean, False),
+    "partial_small": (keeps, small, False),
+    "partial_looked_at": (keeps, looked_at, False),
     "changed": (changed, None, False),
     "changed_in_place": (changed_in_place, None, False),
 }
-REFUSED = ("equal_values", "small")
+REFUSED = ("equal_values", "small", "partial_small")
+COPIED = ("partial_small", "partial_looked_at")
 WHOLE = ("last_block",)  # which returns the whole sequence, but for sp
 
 
 def main(rank: int, world_size: int, layouts: tuple[str, ...]) -> dict[str, Any]:
     found = {}
     for layout in layouts:
-        for name, (hook, term, checkpointing) in CASES.items():
+        for name, (_, term, _) in CASES.items():
             kept: list[Tensor] = []
-            build = functools.partial(hooked, kept, hook, int(name in WHOLE), checkpointing)
+            build = functools.partial(hooked, kept, name)
             body = functools.partial(training, kept=kept, term=term)
             found[f"{layout}-{name}"] = user_loops.tried(layout, body, build=build)
     return found

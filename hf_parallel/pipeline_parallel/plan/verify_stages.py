@@ -7,7 +7,6 @@ and custom autograd functions are invisible to it; running both forms on two tin
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import is_stock
 from hf_parallel.model.record import unchanged
-from hf_parallel.model.structure import leaves
 from hf_parallel.model.tensors import largest
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
@@ -154,13 +153,11 @@ def shares_parameters(model: nn.Module, plan: PipelinePlan) -> bool:
 
 def _pristine(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     """A copy without gradients."""
-    # Tensors that were computed of parameters and kept (PEFT keeps what it ties adapters to) cannot be copied.
-    kept = [tensor for module in model.modules() for _, tensor in leaves(dict(vars(module)))]
-    shared: dict[int, Any] = {id(tensor): tensor.detach() for tensor in kept if not tensor.is_leaf}
+    shared: dict[int, Any] = {}
     if shares_parameters(model, plan):
         plain = (p for p in model.parameters() if type(p) is nn.Parameter)
-        shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in plain}
-    copied = copy.deepcopy(model, shared)
+        shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in plain}
+    copied = deep_copy(model, shared)
     copied.zero_grad(set_to_none=True)
     return copied
 

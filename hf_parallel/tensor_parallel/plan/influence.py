@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_buffers, own_modules, own_parameters
+from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.tensors import map_tensors, only_tensor, tensors_in
 from hf_parallel.tensor_parallel.layout import Section, split_units
-from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, LinearInfo, perturb, private_copy, widen
+from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, LinearInfo, perturb, widen
 from hf_parallel.tensor_parallel.shard_plan import Ranges
 
 
@@ -38,7 +39,7 @@ class Block:
     @classmethod
     def copied(cls, root: nn.Module, linears: Mapping[str, LinearInfo], arguments: Arguments) -> Block:
         """The block `root` with `arguments` of one of its calls; `root` is not touched."""
-        module = widen(private_copy(root)).eval().cpu()
+        module = widen(deep_copy(root)).eval().cpu()
         perturb(module)
         for parameter in module.parameters():
             parameter.requires_grad_(parameter.is_floating_point())

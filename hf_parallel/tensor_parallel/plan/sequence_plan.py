@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.stack import kind_of
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.influence import Arguments, Block
 from hf_parallel.tensor_parallel.plan.sequence_trace import HiddenFlow, plan_of_block, refusal, trace_stack
-from hf_parallel.tensor_parallel.plan.trace import agree, capture_inputs, private_copy, undisturbed
+from hf_parallel.tensor_parallel.plan.trace import agree, capture_inputs, undisturbed
 from hf_parallel.tensor_parallel.plan.verify_layer import RANK_TIMEOUT_S, RejectedError, cotangent
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_sharded
 from hf_parallel.tensor_parallel.shard_plan import BlockSequence, PairPlan, Place, Region, SequencePlan, TPPlan
@@ -141,7 +142,7 @@ class _Trial:
         # Module -> where it gets tensors of the sequence, returns them as wide as the hidden states, and returns any.
         self.calls: dict[str, tuple[tuple[Place, ...], tuple[Place, ...], tuple[Place, ...]]] = {}
         self.compared: list[int] | None = None
-        self.reference = self._run(private_copy(block.module), note=True)
+        self.reference = self._run(deep_copy(block.module), note=True)
         self._leave_out_parts()
         grads = [grad for grad in self.reference.parameters.values() if grad is not None and grad.numel()]
         self.floor = 1e-2 * max((float(grad.abs().max()) for grad in grads), default=0.0)
@@ -155,7 +156,7 @@ class _Trial:
             raise RejectedError("nothing that it returns is equal on all ranks")
         if len(kept) < len(self.reference.outputs):
             self.compared = kept
-            self.reference = self._run(private_copy(self.block.module))
+            self.reference = self._run(deep_copy(self.block.module))
 
     def best(self, whole: BlockSequence) -> BlockSequence:
         """`whole` with regions and partial parameters that verify, the smallest regions that do.
@@ -284,7 +285,7 @@ class _Trial:
             flow = self.flow
             plan = replace(plan, sequence=SequencePlan(flow.stack, flow.dim, flow.width, (proposal,)))
         try:
-            return run_sharded(lambda: private_copy(self.block.module), plan, RANK_TIMEOUT_S, self._run)
+            return run_sharded(lambda: deep_copy(self.block.module), plan, RANK_TIMEOUT_S, self._run)
         except Exception as error:  # the block's own code, run on parts, may raise anything
             raise RejectedError(f"raises {type(error).__name__}: {str(error).strip()[:150].rstrip('.')}") from error
 

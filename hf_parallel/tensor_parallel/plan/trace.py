@@ -7,7 +7,6 @@ the data flow between them is read from the autograd graph of the model's own fo
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_torch import own_modules, own_parameters, writes_arguments
 from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
+from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.record import unchanged
 from hf_parallel.model.tensors import largest, map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.autograd_graph import met_first
@@ -64,13 +64,6 @@ class Trace:
     foreign: frozenset[str]
     called: frozenset[str]
     flops: dict[str, float]
-
-
-def private_copy(module: nn.Module) -> nn.Module:
-    """A deep copy; results of earlier calls that the module keeps as attributes are copied as constants."""
-    kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
-    memo = {id(value): value.detach().clone() for value in kept if not value.is_leaf}
-    return copy.deepcopy(module, memo)
 
 
 def perturb(module: nn.Module, *, only_constant: bool = False) -> None:
@@ -170,7 +163,7 @@ def _linear_info(module: nn.Module, weight: Tensor) -> LinearInfo | None:
     has_bias = own_parameters(module).get("bias") is not None
     if type(module) is nn.Linear and "forward" not in vars(module):
         return LinearInfo(False, weight.shape[0], weight.shape[1], has_bias)  # known; spares a copy of a large head
-    probe = widen(copy.deepcopy(module)).eval()
+    probe = widen(deep_copy(module)).eval()
     perturb(probe)
     matrix, bias = own_parameters(probe)["weight"], own_parameters(probe).get("bias")
     if matrix is None:

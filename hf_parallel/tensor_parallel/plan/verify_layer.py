@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.influence import Block
 from hf_parallel.tensor_parallel.plan.propose import Candidate, Proposal
-from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, agree, private_copy
+from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, agree
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_sharded
 from hf_parallel.tensor_parallel.shard_plan import InputRule, TPPlan
 
@@ -54,7 +55,7 @@ class BlockVerifier:
         self.candidate = candidate
         self.tp_size = tp_size
         self.after_row: list[int] | None = None
-        self.reference = self._run(private_copy(block.module))
+        self.reference = self._run(deep_copy(block.module))
         grads = [grad for grad in self.reference.parameters.values() if grad is not None and grad.numel()]
         # A gradient that is zero in exact arithmetic (a key bias under softmax) is noise: compare it to this.
         self.floor = 1e-2 * max((float(grad.abs().max()) for grad in grads), default=0.0)
@@ -80,7 +81,7 @@ class BlockVerifier:
     def _run_ranks(self, proposal: Proposal) -> list[_Outcome]:
         plan = TPPlan(self.tp_size, proposal.linears, (proposal.pair,), {}, {}, {})
         try:
-            return run_sharded(lambda: private_copy(self.block.module), plan, RANK_TIMEOUT_S, self._run)
+            return run_sharded(lambda: deep_copy(self.block.module), plan, RANK_TIMEOUT_S, self._run)
         except Exception as error:  # the block's own code, run with sizes it was not written for, may raise anything
             raise RejectedError(f"raises {type(error).__name__}: {str(error).strip()[:100]}") from error
 
