@@ -26,7 +26,7 @@ from hf_parallel.compat.private_transformers import attention_names, of_document
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ulysses.blocks import EVENLY
 from hf_parallel.ulysses.exchange import SequenceGroup, repeats_for, to_heads, to_sequence
-from hf_parallel.ulysses.ring import Ring
+from hf_parallel.ulysses.ring import Ring, is_causal
 from hf_parallel.ulysses.whole import Enough, WholeRows
 
 
@@ -49,6 +49,7 @@ class Shared:
         whole: The modules that see whole rows.
         is_mean: Whether the model's own loss is the mean over its labels, whatever number of items it is given.
         is_alone: Whether this rank is to find out, without messages, if the model runs on its part; attention gives zeros.
+        is_running: Whether the model runs forward on parts of rows; `length` is theirs. A backward pass may be of earlier ones.
     """
 
     group: SequenceGroup
@@ -60,7 +61,7 @@ class Shared:
     whole: WholeRows = field(default_factory=WholeRows)
     is_mean: bool = False
     is_alone: bool = False
-    _is_running: bool = False
+    is_running: bool = False
     _modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
@@ -70,11 +71,11 @@ class Shared:
     @contextmanager
     def running(self, length: int) -> Iterator[None]:
         """Inside, the model runs on a part of rows that have so many tokens."""
-        self.length, self._is_running = length, True
+        self.length, self.is_running = length, True
         try:
             yield
         finally:
-            self._is_running, self.packed = False, None
+            self.is_running, self.packed = False, None
 
     def note(self, model: nn.Module) -> None:
         """The attention of this model is shared; other models made from its config have the name of it as well."""
@@ -83,11 +84,11 @@ class Shared:
     @property
     def has_parts(self) -> bool:
         """Whether what is given now are parts of rows: it may also be called for whole ones, outside of `running`."""
-        return self._is_running or in_backward_pass()
+        return self.is_running or in_backward_pass()
 
     def has_parts_in(self, module: nn.Module) -> bool:
         """The same of an attention module; in a backward pass those of other models run again as well."""
-        return self._is_running or (in_backward_pass() and module in self._modules)
+        return self.is_running or (in_backward_pass() and module in self._modules)
 
 
 def share_attention(model: nn.Module, shared: Shared) -> Callable[[], None]:
@@ -140,11 +141,37 @@ def _attention(name: str, shared: Shared) -> Attention:
             return own(module, query, key, value, attention_mask, **named)
         if shared.is_alone:
             return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
+        length = _length(shared, module, query, attention_mask, named, adds_masks=registered is None)
         if shared.ring is not None:
             return shared.ring.attention(module, (query, key, value), attention_mask, named)
-        return _exchanged(own, shared.group, module, (query, key, value), attention_mask, named)
+        return _exchanged(own, shared.group, module, (query, key, value), attention_mask, named, length)
 
     return attention
+
+
+def _length(
+    shared: Shared, module: nn.Module, query: Tensor, mask: Any, named: Mapping[str, Any], *, adds_masks: bool
+) -> int:
+    """How many tokens of a row attention is of: those that fill it up may be seen by none of the others.
+
+    Raises:
+        UnsupportedError: They are seen, and it cannot be told how many they are.
+    """
+    filled = query.shape[2] * shared.group.size
+    if isinstance(mask, Tensor):
+        return int(mask.shape[-1])
+    hides_nothing = shared.ring is None and adds_masks  # eager attention
+    if not hides_nothing and is_causal(module, named):
+        return filled  # no token looks at what comes after it
+    if shared.ring is None and shared.is_running:
+        return shared.length
+    if shared.ring is not None and (not shared.is_running or shared.length == filled):
+        return filled
+    fix = "Turn activation checkpointing off" if shared.ring is None else "Set sp_attention to ulysses"
+    raise UnsupportedError(
+        f"attention to later tokens (is_causal=False) without a mask, with sp_size={shared.group.size}: rows of {shared.length} "
+        f"tokens are filled up to {filled}, and every token would see what fills them. {fix}, or set sp_size to 1."
+    )
 
 
 def _exchanged(
@@ -154,8 +181,9 @@ def _exchanged(
     states: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     named: Mapping[str, Any],
+    length: int,
 ) -> tuple[Tensor, None]:
-    """Attention of this rank's heads; returns f[B S/sp H D] of all heads."""
+    """Attention of this rank's heads, of so many tokens of a row; returns f[B S/sp H D] of all heads."""
     query, key, value = states  # (batch, heads or kv heads, seq / sp, width)
     heads, kv_heads = query.shape[1], key.shape[1]
     padded = -(-heads // group.size) * group.size
@@ -166,9 +194,7 @@ def _exchanged(
     if padded > heads:  # heads that attend evenly to all tokens and are dropped again
         sent = [F.pad(state, (0, 0, 0, 0, 0, padded - heads)) for state in sent]
     mine = range(group.rank * padded // group.size, (group.rank + 1) * padded // group.size)
-    # A mask says how long rows are. Without one no token looks at what comes after it, so not at what fills up a row.
     filled = query.shape[2] * group.size
-    length = mask.shape[-1] if isinstance(mask, Tensor) else filled
     query, key, value = (x[:, :, :length] for x in to_heads(sent, group))  # (batch, heads / sp, seq, width)
     with _of_heads(module, heads, mine, repeats):
         parts = {name: _part(tensor, heads, mine) for name, tensor in named.items()}

@@ -97,13 +97,12 @@ class Ring:
                 f"a mask of shape {tuple(mask.shape)} in ring attention with sp_size={self.group.size}: only masks that transformers "
                 f"makes for these {length} queries of a row are known. {INSTEAD}"
             )
-        causal = named.get("is_causal")
-        is_causal = mask is None and bool(vars(module).get("is_causal", True) if causal is None else causal)
+        hides_later = mask is None and is_causal(module, named)
         scaling = named.get("scaling")
         walk = Walk(
             group=self.group,
-            route=self._route(mask, is_causal),
-            is_causal=is_causal,
+            route=self._route(mask, hides_later),
+            is_causal=hides_later,
             scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         )
         output: Tensor = _Attention.apply(query, key, value, mask, walk)  # type: ignore[no-untyped-call]
@@ -118,6 +117,12 @@ class Ring:
             rows = self.group.gather(_seen(mask, self.group.size).to(torch.int32))
             known = self._routes[mask] = Route(torch.stack(rows).bool().tolist())
         return known
+
+
+def is_causal(module: nn.Module, named: Mapping[str, Any]) -> bool:
+    """Whether attention without a mask hides later tokens, as SDPA in transformers asks its module."""
+    given = named.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_parallel.compat.private_transformers import attention_names
 from hf_parallel.engine.plan.share_rows import judge_rows
-from hf_parallel.errors import PlanError
+from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.model.probes import Probes
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.ulysses.attention import Shared, share_attention
@@ -202,6 +202,37 @@ def test_what_a_ring_does_not_compute_is_refused_with_the_module(tmp_path: Path)
     for messages in run_ranks(judged, 2, list(REFUSED), tmp_path=tmp_path, env=ENV):
         for message, pattern in zip(messages, REFUSED.values(), strict=True):
             assert re.search(pattern, message), message
+
+
+def two_ways(rank: int, world_size: int) -> dict[str, str]:
+    """By method and tokens of a row: what is not as in one process, or the refusal, where tokens also see later ones."""
+    found, group = {}, SequenceGroup(dist.group.WORLD)
+    for method, ring in (("ulysses", None), ("ring", Ring(group))):
+        for length in (12, 13):
+            models: list[Any] = [made("llama@sdpa").train() for _ in range(2)]
+            batch, shared = batches(length)["full"], Shared(group, ring)
+            forward = share_forward(models[1], models[1].forward, shared, hides_logits=False)
+            share_attention(models[1], shared)
+            for layer in (layer for model in models for layer in model.model.layers):
+                layer.self_attn.is_causal = False
+            try:
+                mine = trained(models[1], batch, forward, world_size)
+            except UnsupportedError as error:
+                found[f"{method} {length}"] = str(error)
+                continue
+            expected = trained(models[0], batch, models[0].forward, 1)
+            errors = {k: float((mine[k] - x).norm() / x.norm().clamp(min=1e-4)) for k, x in expected.items()}
+            found[f"{method} {length}"] = str({k: error for k, error in errors.items() if not error <= 1e-5} or "")
+    return found
+
+
+def test_tokens_that_see_later_ones_do_not_see_what_fills_up_a_row(tmp_path: Path) -> None:
+    for found in run_ranks(two_ways, 2, tmp_path=tmp_path, env=ENV):
+        refused = found.pop("ring 13")
+        assert set(found.values()) == {""}, found
+        assert "is_causal=False" in refused
+        assert "rows of 13 tokens" in refused
+        assert "sp_attention to ulysses" in refused
 
 
 Found = tuple[list[int], float]
