@@ -129,6 +129,7 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Readin
         programs=Programs(schedule, mesh.pp_rank),
         num_microbatches=schedule.num_microbatches,
         loss_kind=cut.loss_kind,
+        backward_kind=cut.backward_kind,
         schedule=schedule.settings.schedule,
         vertical_sync=schedule.settings.vertical_sync,
     )

@@ -23,6 +23,7 @@ from hf_parallel.model.probes import Probes
 from hf_parallel.model.samples import tiny_samples
 from hf_parallel.model.tensors import largest
 from hf_parallel.pipeline_parallel.plan import verify_stages
+from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.tensor_parallel.plan.complete import plan_model
@@ -220,7 +221,7 @@ def checked(model: nn.Module, monkeypatch: pytest.MonkeyPatch, bounds: list[int]
     stages = discover_stages(model, probes.discovery)
     ranks = [(index,) for index in range(len(bounds) - 1)]
     schedule: Any = SimpleNamespace(stages_of_ranks=ranks)
-    cut = Cut(stages, schedule, StageCosts(()), bounds, "sum_over_items")
+    cut = Cut(stages, schedule, StageCosts(()), bounds, "sum_over_items", BackwardKind())
     try:
         self_check._check_cut(model, cut, "on", probes)
     except PlanError:

@@ -17,7 +17,8 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_parallel.compat.private_transformers import is_causal_loss
-from hf_parallel.pipeline_parallel.plan.loss_kind import hooked_loss, judge_loss
+from hf_parallel.pipeline_parallel.plan.backward_kind import judge_backward
+from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
 
@@ -170,10 +171,10 @@ def test_reentrant_checkpoints_change_no_verdict() -> None:
 def test_a_backward_hook_gets_the_gradients_of_a_whole_batch(kind: str) -> None:
     model = tiny.llama(layers=2)
     handle = getattr(model.model.layers[1], kind)(lambda module, *gradients: None)
-    wanted = ("whole", "a backward hook of model.layers.1 may need the gradients of a whole batch")
-    assert hooked_loss(model) == wanted
+    wanted = ("a backward hook of model.layers.1 may need the gradients of a whole batch", "")
+    assert judge_backward(model, batch()) == wanted
     handle.remove()
-    assert hooked_loss(model) is None
+    assert judge_backward(model, batch()) == ("", "")
 
 
 def test_noise_on_embeddings_does_not_hide_that_rows_add_up() -> None:

@@ -25,6 +25,7 @@ from hf_parallel.model.probes import Probes
 from hf_parallel.model.samples import tiny_samples
 from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan import verify_stages
+from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
@@ -106,7 +107,9 @@ def test_a_cut_is_checked_on_a_narrow_model(kind: str, monkeypatch: pytest.Monke
     model = wide(kind)
     probes = Probes(model, torch.device("cpu"))
     plan = discover_stages(model, probes.batch)
-    cut = Cut(plan, ScheduleChoice(PipelineConfig(), 2), StageCosts((1.0, 1.0), 0.0), [0, 1, 2], "mean")
+    cut = Cut(
+        plan, ScheduleChoice(PipelineConfig(), 2), StageCosts((1.0, 1.0), 0.0), [0, 1, 2], "mean", BackwardKind()
+    )
     checked: list[int] = []
     real = self_check.check_split
 

@@ -26,6 +26,7 @@ from hf_parallel.links import Links
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.model.samples import probe_samples
+from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs, stage_costs
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.partition import partition, step_time
@@ -169,7 +170,7 @@ def test_the_counted_bytes_are_those_of_the_ledger(kind: str) -> None:
     memory = stage_memory(setup, plan, None, (1e12, 1e12))
     for bounds in ([0, 1, plan.num_blocks], [0, 2, plan.num_blocks]):
         costs = block_costs(model, plan)
-        cut = Cut(plan, setup.schedule, costs, bounds, "tokens")
+        cut = Cut(plan, setup.schedule, costs, bounds, "tokens", BackwardKind())
         ledger = build_ledger(model, pp_size=2, holds=cut.holds, specs={}, home=0)
         holdings = [holding_of(model, ledger, rank, 1) for rank in (0, 1)]
         found = predict(plan, bounds, costs, setup.schedule.typical(), holdings)

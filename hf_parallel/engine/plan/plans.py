@@ -242,7 +242,15 @@ def agree(plans: Plans, setup: Setup, start: Start) -> None:
         *(plan.fingerprint() if plan else "" for plan in (plans.tensor_parallel, plans.experts)),
         ""
         if cut is None
-        else "|".join([cut.stages.fingerprint(), str(cut.bounds), str(cut.schedule.stages_of_ranks), cut.loss_kind]),
+        else "|".join(
+            [
+                cut.stages.fingerprint(),
+                str(cut.bounds),
+                str(cut.schedule.stages_of_ranks),
+                cut.loss_kind,
+                *cut.backward_kind,
+            ]
+        ),
         str(plans.units),
         str(plans.head),
     ]

@@ -16,8 +16,9 @@ from hf_parallel.model.fewer import with_blocks
 from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.one_rank import on_rank_zero
+from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind, hooked_module, judge_backward
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
-from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind, Verdict, hooked_loss, judge_loss
+from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind, Verdict, judge_loss
 from hf_parallel.pipeline_parallel.plan.measure import measure_costs
 from hf_parallel.pipeline_parallel.plan.partition import partition
 from hf_parallel.pipeline_parallel.plan.stage_memory import StageMemory
@@ -39,6 +40,7 @@ class Cut:
         costs: Of every block.
         bounds: Block boundaries of the stages, [0, ..., num_blocks].
         loss_kind: How the model's own loss may be computed (see `judge_loss`).
+        backward_kind: What users' code in backward passes needs (see `judge_backward`).
         limits: What the ranks can do.
     """
 
@@ -47,6 +49,7 @@ class Cut:
     costs: StageCosts
     bounds: list[int]
     loss_kind: LossKind
+    backward_kind: BackwardKind
     limits: RankLimits = field(default_factory=RankLimits)
 
     def spans_of(self, pp_rank: int) -> list[Span]:
@@ -78,7 +81,8 @@ def plan_cut(
     costs = cut_costs(setup, stages, probes)
     memory = stage_memory(setup, stages, shards, limits.memory) if limits.memory is not None else None
     bounds = _bounds(stages, setup.schedule, costs, limits, memory)
-    return Cut(stages, setup.schedule, costs, bounds, _loss_kind(setup, stages, probes.batch, stand_in), limits)
+    kinds = _loss_kind(setup, stages, probes.batch, stand_in), _backward_kind(setup, stages, probes.batch, stand_in)
+    return Cut(stages, setup.schedule, costs, bounds, *kinds, limits)
 
 
 def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:
@@ -137,10 +141,43 @@ def _loss_kind(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], st
     else:
         verdict = _judged_loss(setup, stages, sample)
         setup.verdicts.put("loss", [verdict.kind, verdict.why])
-    verdict = hooked_loss(setup.model) or verdict
     if verdict.kind == "whole" and setup.reports:
         logger.warning("hf_parallel: %s", whole_loss(setup.name, verdict.why))
     return verdict.kind
+
+
+def _backward_kind(
+    setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], stand_in: StandIn | None
+) -> BackwardKind:
+    """What users' code in backward passes needs, reported where that costs something."""
+    if stand_in is not None:  # nothing can be measured; a stand-in has no hooks of users
+        hooked = hooked_module(setup.model)
+        kind = BackwardKind(*[f"a backward hook of {hooked} may need it"] * 2) if hooked else BackwardKind()
+    else:
+        kept = stages.kept
+        shown = setup.model if kept is None else with_blocks(setup.model, kept.stack, kept.blocks)
+        kind = judge_backward(shown, sample)
+    if setup.reports and kind.rows:
+        logger.warning("hf_parallel: %s", whole_batches(setup.name, kind.rows))
+    if setup.reports and kind.scale:
+        logger.warning("hf_parallel: %s", twice_forward(setup.name, kind.scale))
+    return kind
+
+
+def whole_batches(model_name: str, why: str) -> str:
+    """What it costs that code in backward passes needs the gradients of whole batches."""
+    return (
+        f"{model_name} runs every batch as one microbatch ({why}): right, but the stages wait for each other within a batch. Give "
+        "smaller batches and a larger gradient_accumulation_steps to overlap them."
+    )
+
+
+def twice_forward(model_name: str, why: str) -> str:
+    """What it costs that code in backward passes needs the gradient of the loss as it is backpropagated."""
+    return (
+        f"{model_name} runs every batch forward twice ({why}): what your loop multiplies the loss with is known only when it is "
+        "backpropagated. Compute the loss from outputs.logits of a call without labels to spare the second pass."
+    )
 
 
 def _judged_loss(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any]) -> Verdict:

@@ -295,8 +295,8 @@ class Ahead:
                 "to 1f1b."
             )
 
-    def refuse_hooks(self, hooked: Sequence[nn.Parameter]) -> None:
-        """Refuse hooks on parameters.
+    def refuse_hooks(self, hooked: Sequence[nn.Parameter], *, needs_scale: bool) -> None:
+        """Refuse hooks on parameters, and users' code that needs more of a backward pass than one microbatch has.
 
         Raises:
             UnsupportedError: There are some.
@@ -305,6 +305,12 @@ class Ahead:
             raise UnsupportedError(
                 f"hooks on {len(hooked)} parameters (register_hook, an optimizer that steps in the backward pass) with "
                 f"pipeline.schedule={self.name}: gradients of several steps are made at a time. Remove them, or set "
+                "pipeline.schedule to 1f1b."
+            )
+        if needs_scale:
+            raise UnsupportedError(
+                f"users' code in backward passes (a backward hook, an autograd.Function) with pipeline.schedule={self.name}: it may need "
+                "the gradient that the loss has in the loop, and gradients of several steps are made before that. Remove it, or set "
                 "pipeline.schedule to 1f1b."
             )
 

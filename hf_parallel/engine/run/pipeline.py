@@ -38,14 +38,16 @@ from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.batches import BatchDigests
 from hf_parallel.guards.calls.outputs import PipelineOutput, PipelineTrainingOutput
 from hf_parallel.guards.gradients.aside import Made, apart
+from hf_parallel.guards.gradients.backward_code import BackwardCode
 from hf_parallel.guards.gradients.batch_hooks import BatchHooks
 from hf_parallel.guards.gradients.direct import DirectGradients
 from hf_parallel.guards.weights.freezing import Freezing
 from hf_parallel.model.random_streams import StepSeeds
+from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.live import PhaseState
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.run.stage import Stage
+from hf_parallel.pipeline_parallel.run.stage import Stage, own_modules
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
@@ -59,6 +61,7 @@ class PipelineEngine(Engine):
         programs: This rank's actions, by number of microbatches.
         num_microbatches: Parts a batch is cut into, at most its rows.
         loss_kind: How the model's own loss may be computed (see `loss_kind.judge_loss`).
+        backward_kind: What users' code in backward passes needs (see `backward_kind.judge_backward`).
         schedule: Its name; one that does not drain the pipeline has windows of several steps in it.
         vertical_sync: Whether the stages of such a one step together.
 
@@ -75,13 +78,14 @@ class PipelineEngine(Engine):
         programs: Programs,
         num_microbatches: int,
         loss_kind: LossKind,
+        backward_kind: BackwardKind,
         schedule: str = "1f1b",
         vertical_sync: bool = True,
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
-        first: Stage = next(iter(runtime.stages.values()))  # type: ignore[assignment]
-        self._running, self._plan = first.running, first.plan
+        stages: list[Stage] = list(runtime.stages.values())  # type: ignore[arg-type]
+        self._running, self._plan = stages[0].running, stages[0].plan
         self.seeds = StepSeeds(runtime.stages, self._common_seed())
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
@@ -92,6 +96,8 @@ class PipelineEngine(Engine):
         )
         self._programs = programs
         shifted, fills_up = loss_shifts_labels(self.model), attachment.mesh.shape.ep_size > 1
+        if backward_kind.rows:
+            num_microbatches = 1
         self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=shifted, fills_up=fills_up)
         self._window: Window | None = None
         self._factors = WindowFactors()
@@ -103,6 +109,8 @@ class PipelineEngine(Engine):
             freezing=self._freezing,
         )
         self._backwards = Backwards(self.mesh, attachment.device, attachment.gradients.settings)
+        self._code = BackwardCode(own_modules(self.model, self._plan, stages), self.mesh.shape.pp_size)
+        self._needs_scale = bool(backward_kind.scale)
         self._hooks = BatchHooks(
             *(attachment.ledger, attachment.parameters, self.mesh),
             guard=self.gradients.hooks,
@@ -206,7 +214,7 @@ class PipelineEngine(Engine):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of `model(...)`: fused, split or forward only."""
-        with self._running.inside():
+        with self._running.inside(), self._code.watching() if self.trains else nullcontext():
             output = self._run(args, kwargs)
         output.lacks(unserved_outputs(self.model))
         if self._unlisted is None:
@@ -237,7 +245,8 @@ class PipelineEngine(Engine):
         begun = self._window is not None and self._window.has_begun
         # A hook sees the gradient of one batch, and may update what the next one uses.
         hooked = not begun and self._ask_for_hooks()
-        if self._window is not None and not hooked and self._window.holds(batch):
+        is_apart = hooked or self._needs_scale  # which is not known before the backward of each loss
+        if self._window is not None and not is_apart and self._window.holds(batch):
             # The gradients are those of the whole window: the last backward of its losses gives them their factor.
             loss = self._window.next_loss(batch, functools.partial(self._run_schedule, arms=True))
             return PipelineTrainingOutput(loss=self._computed(loss, None))
@@ -246,7 +255,7 @@ class PipelineEngine(Engine):
 
     def _fused_ahead(self, ahead: Ahead, batch: dict[str, Any]) -> PipelineTrainingOutput:
         """A batch of a window in a pipeline that does not drain."""
-        ahead.refuse_hooks(self._hooks.hooked)
+        ahead.refuse_hooks(self._hooks.hooked, needs_scale=self._needs_scale)
         if self._window is None or not self._window.holds(batch):
             raise UnsupportedError(ahead.not_announced)
 
@@ -357,6 +366,7 @@ class PipelineEngine(Engine):
             seed: What the schedule's losses were multiplied with.
             gradient: What upstream code multiplied the loss with (0-d).
         """
+        self._code.check_factor(gradient / seed)
         if made is not None:
             self._callers.backpropagated(made, gradient / seed)
             self.end_pass_later()

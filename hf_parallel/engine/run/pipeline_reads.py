@@ -75,7 +75,7 @@ class ReadingPipelineEngine(PipelineEngine):
 
     def _fused_batch(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
         kind = self._others.known(batch)
-        if kind is not None and kind.in_two_passes:
+        if self._needs_scale or (kind is not None and kind.in_two_passes):
             return self._two_passes(batch, kind)
         caught = Caught(looks_at_loss=kind is None or kind.is_read)
         output, made = self._run_fused(batch, caught)
@@ -204,7 +204,7 @@ class ReadingPipelineEngine(PipelineEngine):
 
     # -- two passes ----------------------------------------------------------------------------------------------
 
-    def _two_passes(self, batch: dict[str, Any], kind: CallKind) -> PipelineTrainingOutput:
+    def _two_passes(self, batch: dict[str, Any], kind: CallKind | None) -> PipelineTrainingOutput:
         """The first pass: forward without a graph. Each of the outputs may be backpropagated, the loss too."""
         microbatches, shares = self._begin_step([batch])
         with self._buffers.watching(len(microbatches) + 1, [batch]):
@@ -214,6 +214,7 @@ class ReadingPipelineEngine(PipelineEngine):
         caught = Caught()
         for index, one in enumerate(outputs):
             caught.note(index, one)
+        kind = self._others.learn(batch, caught) if kind is None else kind
         announced = Announced(batch)
         found = self._values(Reading(kind, announced, self.seeds.step, len(microbatches), caught, None), loss)
         self._direct.watch()

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_torch import module_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.kept_parts import KeptParts
-
-
-OURS = ("hf_parallel.", "transformers.", "accelerate.")
+from hf_parallel.guards.users_code import OURS, module_of, name_of
 
 
 class PartHooks:
@@ -73,8 +71,8 @@ class PartHooks:
         for name, parts, hooks, known in self._tables if any(self._empty) else self._others:
             if hooks and not known.issuperset(hooks):
                 for key in [key for key in hooks if key not in known]:
-                    if not _module_of(hooks[key]).startswith(OURS):
-                        _refuse(f"hook {_name_of(hooks[key])} was put on {name}", parts, self._axis)
+                    if not module_of(hooks[key]).startswith(OURS):
+                        _refuse(f"hook {name_of(hooks[key])} was put on {name}", parts, self._axis)
                     known.add(key)
         anywhere = any(map(contains, self._plain, repeat("forward")))
         for name, parts, attributes, forward in self._forwards if anywhere else self._replaced:
@@ -85,17 +83,8 @@ class PartHooks:
 def _watch_kept(module: nn.Module, name: str, axis: str, is_part: Callable[[Tensor], bool]) -> None:
     hooks = list(module_hooks(module)[1].values())
     # Hooks of transformers keep what the model returns, which is made whole then.
-    if hooks and not any(_module_of(hook).startswith(OURS) for hook in hooks):
-        module.register_forward_hook(KeptParts(name, [_name_of(hook) for hook in hooks], axis, is_part))
-
-
-def _module_of(function: Any) -> str:
-    function = getattr(function, "func", function)  # of a partial
-    return getattr(function, "__module__", None) or type(function).__module__
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    if hooks and not any(module_of(hook).startswith(OURS) for hook in hooks):
+        module.register_forward_hook(KeptParts(name, [name_of(hook) for hook in hooks], axis, is_part))
 
 
 def _refuse(what: str, parts: str, axis: str) -> None:

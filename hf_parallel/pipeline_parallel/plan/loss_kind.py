@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.compat.private_torch import changes_backward, is_cross_entropy, version_of
+from hf_parallel.compat.private_torch import is_cross_entropy, version_of
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.noise import without_noise
 from hf_parallel.model.record import unchanged
+from hf_parallel.pipeline_parallel.plan.backward_kind import OF_LABELS, ROWS_AGREE, rows_add_up
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 
 
@@ -51,8 +52,6 @@ KEEPS_SCALAR = frozenset({"to", "float", "clone", "contiguous", "double"})
 DIVIDES = frozenset({"div", "divide", "true_divide", "__truediv__"})
 MULTIPLIES = frozenset({"mul", "multiply", "__mul__", "__rmul__"})
 ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
-# Rows are computed alone and together: kernels of other shapes round differently, and this is no proof but a net.
-ROWS_AGREE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 class Verdict(NamedTuple):
@@ -207,16 +206,6 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def hooked_loss(model: nn.Module) -> Verdict | None:
-    """The verdict on a model on which user code has hooks of backward passes, by a norm over the batch for example; else None."""
-    for name, module in model.named_modules():
-        if changes_backward(module):
-            return Verdict(
-                "whole", f"a backward hook of {name or 'the model'} may need the gradients of a whole batch"
-            )
-    return None
-
-
 def judge_loss(model: nn.Module, sample: Mapping[str, Any]) -> Verdict:
     """How the model's own loss may be computed, found by calling it: as in training, as in evaluation, row by row.
 
@@ -250,8 +239,8 @@ def judge_loss(model: nn.Module, sample: Mapping[str, Any]) -> Verdict:
                         ) from error
         _compare_rows(model, sample, found[0])
         with _zeros_filled(model) as filled:
-            if filled and _mixes_rows(model, sample):
-                raise _UnknownError("the logits of a row depend on the other rows of its batch")
+            if filled:
+                _compare_gradients(model, sample)
     except _UnknownError as unknown:
         return Verdict("whole", str(unknown))
     return _verdict(found, takes_count)
@@ -329,38 +318,14 @@ def _zeros_filled(model: nn.Module) -> Iterator[bool]:
                 tensor.copy_(values)
 
 
-def _mixes_rows(model: nn.Module, sample: Mapping[str, Any]) -> bool:
-    """Whether the logits of the first row have a gradient with respect to the embeddings of others."""
-    rows, leaves = len(sample["labels"]), list[Tensor]()
-
-    def cut(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        if leaves or output.ndim != 3 or len(output) != rows:  # f[B S H] of tokens, not of positions
-            return output
-        leaves.append(output.detach().requires_grad_())
-        return leaves[0].clone()  # which may be changed in place
-
-    handles = [each.register_forward_hook(cut) for each in model.modules() if isinstance(each, nn.Embedding)]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    plain = {name: value for name, value in sample.items() if name not in ("labels", "shift_labels")}
+def _compare_gradients(model: nn.Module, sample: Mapping[str, Any]) -> None:
+    plain = {name: value for name, value in sample.items() if name not in OF_LABELS}
     try:
-        for parameter in trained:
-            parameter.requires_grad_(False)  # only the embeddings get a gradient
-        with unchanged(model), NoDropout(), without_noise(model), torch.enable_grad(), _training(model, False):
-            logits: Tensor = model(**plain).logits[0].float()
-            weights = torch.linspace(-1.0, 1.0, logits.numel(), device=logits.device).reshape(logits.shape)
-            if leaves:
-                (logits * weights).sum().backward()  # not `grad`: reentrant checkpoints refuse it
+        adds_up = rows_add_up(model, plain, trains=False)
     except Exception as error:  # the model's own code
         raise _UnknownError(f"gradients of a small batch in evaluation mode raise {type(error).__name__}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter in trained:
-            parameter.requires_grad_()
-    found = leaves[0].grad if leaves else None
-    if rows < 2 or found is None:
-        return False
-    return bool(found[1:].abs().max() > 16 * torch.finfo(found.dtype).eps * found[0].abs().max())
+    if not adds_up:
+        raise _UnknownError("the logits of a row depend on the other rows of its batch")
 
 
 def _compare_rows(model: nn.Module, sample: Mapping[str, Any], whole: _Made) -> None:

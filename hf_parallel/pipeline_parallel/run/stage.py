@@ -12,7 +12,7 @@ exception. Everything else, masks, position tables, tail and loss, is the model'
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -172,6 +172,13 @@ def cut_stages(
     held = cut_parameters(model, plan, [part.span for part in parts], running)
     calls = intercept(model, plan, parts)
     return {part.index: Stage(model, plan, part, forward, calls, held, running) for part in parts}
+
+
+def own_modules(model: nn.Module, plan: PipelinePlan, stages: Iterable[Stage]) -> list[nn.Module]:
+    """The modules of a cut model, without those in blocks of other stages."""
+    own = {block for stage in stages for block in range(stage.lo, stage.hi)}
+    others = tuple(f"{plan.stack}.{block}." for block in range(plan.num_blocks) if block not in own)
+    return [module for name, module in model.named_modules() if not f"{name}.".startswith(others)]
 
 
 def _part(plan: PipelinePlan, bounds: Sequence[int], index: int) -> Part:

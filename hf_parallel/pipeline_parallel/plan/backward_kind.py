@@ -1,0 +1,188 @@
+"""What code of users does to gradients on their way through a model: hooks on modules and tensors, `autograd.Function`s.
+
+A pipeline runs backward by microbatches, and before it knows what the loss is multiplied with. Code that limits gradients by
+the norm of a batch would see that of a microbatch, and code that clamps them those of another scale. Both are measured at the
+embeddings, of blocks that show what all do.
+
+Extents: B batch, S sequence, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.compat.private_torch import changes_backward
+from hf_parallel.model.dropout import NoDropout
+from hf_parallel.model.fewer import is_stock
+from hf_parallel.model.noise import without_noise
+from hf_parallel.model.record import unchanged
+
+
+# Rows are computed alone and together: kernels of other shapes round differently, and this is no proof but a net.
+ROWS_AGREE: Final = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+OF_LABELS: Final = ("labels", "shift_labels", "num_items_in_batch")
+
+
+class BackwardKind(NamedTuple):
+    """What users' code in backward passes needs; "" for what it does not need.
+
+    Args:
+        rows: Why it must see whole batches.
+        scale: Why it must see the gradients of the loss as it is backpropagated.
+    """
+
+    rows: str = ""
+    scale: str = ""
+
+
+def judge_backward(model: nn.Module, sample: Mapping[str, Any]) -> BackwardKind:
+    """What users' code on a model needs; nothing where only libraries' code runs.
+
+    Args:
+        model: The whole model, or some blocks of it that show what all do.
+        sample: A tiny batch.
+    """
+    if is_stock(model):
+        return BackwardKind()
+    hooked = hooked_module(model)
+    by_hook = f"a backward hook of {hooked} may need the gradients of a whole batch" if hooked else ""
+    found = _measured(model, {name: value for name, value in sample.items() if name not in OF_LABELS})
+    return found._replace(rows=by_hook or found.rows)
+
+
+def hooked_module(model: nn.Module) -> str:
+    """The first module with backward hooks of a user's; "" if there is none."""
+    return next((name or "the model" for name, module in model.named_modules() if changes_backward(module)), "")
+
+
+def _measured(model: nn.Module, batch: Mapping[str, Any]) -> BackwardKind:
+    far = 4 if _dtype(model) == torch.float16 else 30
+    try:
+        # One that draws numbers in training would draw others for each row.
+        first, second = (embedding_gradient(model, batch, seed=seed) for seed in (0, 1))
+        trains = _agree(first, second, _tolerance(model))
+        whole = {power: embedding_gradient(model, batch, 2.0**power, trains=trains) for power in (-far, 0, far)}
+        adds_up = all(rows_add_up(model, batch, 2.0**power, trains=trains, whole=one) for power, one in whole.items())
+    except Exception:  # noqa: BLE001  the model's own code, which may insist on labels, or on more rows
+        return BackwardKind()
+    plain = whole[0]
+    scales = plain is None or all(_agree(one, plain * 2.0**power, _tolerance(model)) for power, one in whole.items())
+    return BackwardKind(
+        "" if adds_up else "code in its backward pass gives a row of a batch another gradient than the row alone",
+        "" if scales else "code in its backward pass gives gradients that are not in proportion to that of the loss",
+    )
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _tolerance(model: nn.Module) -> float:
+    return ROWS_AGREE.get(_dtype(model), 1e-4)
+
+
+def rows_add_up(
+    model: nn.Module, batch: Mapping[str, Any], scale: float = 1.0, *, trains: bool, whole: Tensor | None = None
+) -> bool:
+    """Whether the rows of a batch, one by one, give what they give together: `whole`, which is computed where it is not given."""
+    whole = embedding_gradient(model, batch, scale, trains=trains) if whole is None else whole
+    if whole is None:
+        return True
+    alone = []
+    for row in range(len(whole)):
+        of_row = {
+            name: value[row : row + 1]
+            if isinstance(value, Tensor) and value.ndim and len(value) == len(whole)
+            else value
+            for name, value in batch.items()
+        }
+        alone.append(embedding_gradient(model, of_row, scale, trains=trains, row=row))
+    return _agree(torch.cat([one for one in alone if one is not None]), whole, _tolerance(model))
+
+
+def _agree(value: Tensor | None, reference: Tensor | None, tolerance: float) -> bool:
+    if value is None or reference is None or value.shape != reference.shape:
+        return value is reference
+    both = [one.double().nan_to_num(0.0, 0.0, 0.0) for one in (value, reference)]
+    return float((both[0] - both[1]).norm()) <= tolerance * float(both[1].norm())
+
+
+def embedding_gradient(
+    model: nn.Module, batch: Mapping[str, Any], scale: float = 1.0, *, trains: bool = True, row: int = 0, seed: int = 0
+) -> Tensor | None:
+    """The gradient f[B S H] at the first embeddings of a sum of logits f[B S V] with fixed weights.
+
+    Parameters and what is kept of gradients stay as they are; the model is in training or in evaluation mode inside.
+
+    Args:
+        model: What runs.
+        batch: Its inputs, without labels.
+        scale: What the sum is multiplied with.
+        trains: Whether modules are in training mode.
+        row: Which row of a larger batch the first one is: it has the weights that it has there.
+        seed: Of what the model draws.
+
+    Returns:
+        None if no embedding of tokens runs.
+    """
+    rows = len(next(value for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1))
+    leaves = list[Tensor]()
+
+    def cut(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        if leaves or output.ndim != 3 or len(output) != rows:  # f[B S H] of tokens, not of positions
+            return output
+        leaves.append(output.detach().requires_grad_())
+        return leaves[0].clone()  # which may be changed in place
+
+    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    with _frozen(model), unchanged(model), NoDropout(), without_noise(model), torch.enable_grad():
+        # First: hooks of users on an embedding come after it.
+        handles = [each.register_forward_hook(cut, prepend=True) for each in embeddings]
+        try:
+            torch.manual_seed(seed)
+            with _in_mode(model, trains):
+                logits: Tensor = model(**batch).logits.float()
+                if leaves:
+                    (
+                        logits * _weights(logits, row) * scale
+                    ).sum().backward()  # not `grad`: reentrant checkpoints refuse it
+        finally:
+            for handle in handles:
+                handle.remove()
+    return leaves[0].grad if leaves else None
+
+
+def _weights(logits: Tensor, first: int) -> Tensor:
+    """Random numbers f[B S V], fixed for each row, whatever the other rows of its batch are."""
+    seeds = [torch.Generator().manual_seed(first + index) for index in range(len(logits))]
+    return torch.stack([torch.randn(logits.shape[1:], generator=seed) for seed in seeds]).to(logits.device)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, only the embeddings' outputs get a gradient: hooks on parameters do not run."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_()
+
+
+@contextmanager
+def _in_mode(model: nn.Module, trains: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in before:
+            module.training = trains
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
