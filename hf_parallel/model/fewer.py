@@ -27,6 +27,9 @@ from hf_parallel.model.structure import outline
 
 
 STOCK = ("torch", "transformers")  # packages whose code does not depend on which block of a stack runs it
+LIBRARIES = frozenset(
+    {*STOCK, "accelerate", "bitsandbytes", "deepspeed", "hf_parallel", "liger_kernel", "peft", "torchao", "trl"}
+)
 # Ops that read values: what runs next may depend on weights, and then one batch does not show what another will run.
 READS_VALUES = ("_local_scalar_dense", "is_nonzero", "equal.default", "nonzero", "unique", "masked_select")
 
@@ -175,6 +178,16 @@ def _is_stock_module(module: nn.Module) -> bool:
         and all(makes_inputs_trained(hook) for hooks in module_hooks(module) for hook in hooks.values())
         and all(_package(_home(function)) in STOCK for function in functions)
     )
+
+
+def has_users_code(model: nn.Module) -> bool:
+    """Whether a module runs code, or is watched by some, that is of none of the libraries that people train with."""
+    for module in model.modules():
+        functions = [type(module).forward, *(hook for hooks in module_hooks(module) for hook in hooks.values())]
+        functions += [vars(module)["forward"]] if "forward" in vars(module) else []
+        if any(_package(_home(function)) not in LIBRARIES for function in functions):
+            return True
+    return False
 
 
 CALLABLE = (types.FunctionType, types.MethodType)

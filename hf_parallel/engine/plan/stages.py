@@ -154,9 +154,10 @@ def _backward_kind(
         hooked = hooked_module(setup.model)
         kind = BackwardKind(*[f"a backward hook of {hooked} may need it"] * 2) if hooked else BackwardKind()
     else:
-        kept = stages.kept
-        shown = setup.model if kept is None else with_blocks(setup.model, kept.stack, kept.blocks)
-        kind = judge_backward(shown, sample)
+        kept = stages.kept  # only blocks of stock code are left out
+        kind = judge_backward(
+            setup.model if kept is None else with_blocks(setup.model, kept.stack, kept.blocks), sample
+        )
     if setup.reports and kind.rows:
         logger.warning("hf_parallel: %s", whole_batches(setup.name, kind.rows))
     if setup.reports and kind.scale:

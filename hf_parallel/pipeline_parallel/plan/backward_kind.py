@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import changes_backward
 from hf_parallel.model.dropout import NoDropout
-from hf_parallel.model.fewer import is_stock
+from hf_parallel.model.fewer import has_users_code
 from hf_parallel.model.noise import without_noise
 from hf_parallel.model.record import unchanged
 
@@ -47,7 +47,7 @@ def judge_backward(model: nn.Module, sample: Mapping[str, Any]) -> BackwardKind:
         model: The whole model, or some blocks of it that show what all do.
         sample: A tiny batch.
     """
-    if is_stock(model):
+    if not has_users_code(model):
         return BackwardKind()
     hooked = hooked_module(model)
     by_hook = f"a backward hook of {hooked} may need the gradients of a whole batch" if hooked else ""
@@ -67,7 +67,7 @@ def _measured(model: nn.Module, batch: Mapping[str, Any]) -> BackwardKind:
         first, second = (embedding_gradient(model, batch, seed=seed) for seed in (0, 1))
         trains = _agree(first, second, _tolerance(model))
         whole = {power: embedding_gradient(model, batch, 2.0**power, trains=trains) for power in (-far, 0, far)}
-        adds_up = all(rows_add_up(model, batch, 2.0**power, trains=trains, whole=one) for power, one in whole.items())
+        adds_up = all(rows_add_up(model, batch, 2.0**power, trains=trains, whole=whole[power]) for power in (0, far))
     except Exception:  # noqa: BLE001  the model's own code, which may insist on labels, or on more rows
         return BackwardKind()
     plain = whole[0]
