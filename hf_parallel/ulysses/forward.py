@@ -148,12 +148,23 @@ def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
         UnsupportedError: Names the argument.
     """
     odd = [name for name, value in given.items() if isinstance(value, Tensor) and name not in KNOWN]
-    odd += [name for name in ("output_attentions", "output_router_logits", *sorted(GENERATING)) if given.get(name)]
+    flags = ("output_attentions", "output_router_logits", *sorted(GENERATING))
+    odd += [name for name in flags if name in given and not isinstance(given[name], Tensor) and given[name]]
     odd += ["return_dict=False"] if given.get("return_dict") is False else []
     if odd:
         raise UnsupportedError(
             f"the model's argument {odd[0]} with sp_size={size}: it is not known how it is shared along the sequence. Leave it out "
             f"(known are {', '.join(sorted(KNOWN))}), or set sp_size to 1."
+        )
+    tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if name in given), None)
+    mask = given.get("attention_mask")
+    goes_on = ["use_cache=True"] if given.get("use_cache") else []
+    if mask is not None and tokens is not None and mask.shape[-1] != tokens.shape[1]:
+        goes_on.append(f"attention_mask of {mask.shape[-1]} tokens for {tokens.shape[1]}")
+    if goes_on:
+        raise UnsupportedError(
+            f"{goes_on[0]} in a training forward with sp_size={size}: parts of rows keep no cache of keys and values, so a call cannot "
+            "go on from an earlier one. Pass whole rows, or set sp_size to 1."
         )
 
 

@@ -31,6 +31,7 @@ from hf_parallel.engine.run.pipeline_inputs import refuse_attentions
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.batches import SharedBatch
+from hf_parallel.guards.calls.branches import refuse_hooks
 from hf_parallel.guards.calls.part_hooks import PartHooks
 from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.guards.weights.alike import CommonWeights
@@ -299,6 +300,11 @@ class DirectEngine(Engine):
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._during_backward)
+        if self.mesh.shape.sp_size > 1 and isinstance(output, Mapping):
+            whole = {"loss", "logits"} if output.get("loss") is None else {"loss"}
+            refuse_hooks(
+                {n: value for n, value in output.items() if n not in whole}, f"sp_size={self.mesh.shape.sp_size}"
+            )
         return output
 
     def _meet_for_logits(self) -> None:
@@ -308,6 +314,10 @@ class DirectEngine(Engine):
         found: torch.Tensor = convert_to_fp32(logits) if finer else logits
         if found.requires_grad:
             found.register_hook(self._during_backward)
+            shape = self.mesh.shape
+            refuse_hooks(
+                {"logits": found}, f"sp_size={shape.sp_size}" if shape.sp_size > 1 else f"tp_size={shape.tp_size}"
+            )
         return found
 
     def backpropagates(self, loss: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ from hf_parallel.engine.run.window import COUNTS
 from hf_parallel.engine.run.written_config import WrittenConfig
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.batches import Announced
+from hf_parallel.guards.calls.branches import refuse_hooks
 from hf_parallel.guards.calls.outputs import More, PipelineOutput, PipelineTrainingOutput
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.noise import without_noise
@@ -131,6 +132,9 @@ class ReadingPipelineEngine(PipelineEngine):
             trained["loss"] = loss
         with torch.enable_grad():
             nodes = outputs_node(self._anchor, trained, functools.partial(self._backward_outputs, reading))
+        refuse_hooks(
+            {name: node for name, node in nodes.items() if name != "loss"}, f"pp_size={self.mesh.shape.pp_size}"
+        )
         return {**found, **nodes}
 
     @contextmanager
@@ -190,7 +194,9 @@ class ReadingPipelineEngine(PipelineEngine):
             microbatches = [batch] if self._loss.takes_whole_batches else self._loss.split(batch)
         with self._again(step):
             if torch.is_grad_enabled():
-                return self._logits_of(self._forward_phase(microbatches), batch)
+                logits = self._logits_of(self._forward_phase(microbatches), batch)
+                refuse_hooks({"logits": logits}, f"pp_size={self.mesh.shape.pp_size}")
+                return logits
             return self._last_stage.broadcast_logits(logits_in(self._outputs_of(microbatches)), batch)
 
     def _warn_of_rerun(self) -> None:
