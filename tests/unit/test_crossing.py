@@ -26,6 +26,23 @@ class Clips(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Halves(torch.optim.AdamW):
+    """Gradients whose norm is above `limit`, or where that is None above the mean of the norms before, once it has seen two."""
+
+    def __init__(self, parameters: Any, limit: float | None) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.limit, self.norms = limit, list[float]()
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+        limit = self.limit if self.limit is not None else sum(self.norms) / len(self.norms)
+        if self.norms[-1] > limit and (self.limit is not None or len(self.norms) > 2):
+            for gradient in gradients:
+                gradient.mul_(0.5)
+        return super().step(closure)
+
+
 class EveryOther(torch.optim.SGD):
     """Turns around the gradients of parameters with an odd number."""
 
@@ -75,6 +92,11 @@ def test_updates_that_cross_parameters_are_found(rate: float | None) -> None:
     assert (clips.steps, counts.steps) == (0, 0)
     assert not counts.state
     assert not treats_elements_alone(clips)
+
+
+@pytest.mark.parametrize("limit", [None, 0.1, 3.0, 40.0, 500.0], ids=str)
+def test_limits_of_any_size_are_found(limit: float | None) -> None:
+    assert crosses_parameters(Halves(parameters(), limit)) is True
 
 
 def test_drawn_numbers_are_found() -> None:

@@ -2,8 +2,8 @@
 
 With pipeline stages every rank steps on its own parameters. An optimizer that clips by a norm over all of them, or adapts
 one number from all (Prodigy, D-Adaptation), would use another norm on every rank, without a word; one that pairs parameters
-with a list of tensors of its own (Lookahead) would pair others. What counts is what it does: a copy of it steps twice on tiny
-parameters.
+with a list of tensors of its own (Lookahead) would pair others. What counts is what it does: a copy of it takes a few steps
+on tiny parameters.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ MOST = 64  # parameters of a group that take part
 TOLERANCE = 1e-5
 SIZE = 4  # of a dimension
 RATE = 1e-2  # where nothing says another one
+OTHERS = 7.0  # what the gradients of others are multiplied with
+# Of gradients. With OTHERS a norm over all grows fivefold, so that a limit anywhere between is met by one of two runs and not the other.
+SIZES = (1.0, 5.0**-4, 5.0**-3, 5.0**-2, 5.0**-1, 5.0, 5.0**2, 5.0**3)
+STEPS = 4  # some begin to limit when they have seen a few
 
 
 def crosses_parameters(optimizer: optim.Optimizer) -> bool | None:
@@ -39,10 +43,13 @@ def crosses_parameters(optimizer: optim.Optimizer) -> bool | None:
     """
     try:
         with _own_numbers(optimizer):
-            moved = [_moves(optimizer, others)[::2] for others in (1.0, 7.0)]
+            for size in SIZES:
+                mine, others = (_moves(optimizer, size, factor)[::2] for factor in (1.0, OTHERS))
+                if _differ(mine, others):
+                    return True
     except Exception:  # noqa: BLE001  code of the user's, on a copy, may raise anything
         return None
-    return _differ(*moved)
+    return False
 
 
 def goes_by_place(optimizer: optim.Optimizer) -> bool:
@@ -52,8 +59,8 @@ def goes_by_place(optimizer: optim.Optimizer) -> bool:
     """
     try:
         with _own_numbers(optimizer) as device:
-            whole = _moves(optimizer, 1.0)
-            return _has_fresh_numbers(device) and _differ(_moves(optimizer, 1.0, 1), whole[1:])
+            whole = _moves(optimizer)
+            return _has_fresh_numbers(device) and _differ(_moves(optimizer, without=1), whole[1:])
     except Exception:  # noqa: BLE001  as above
         return False
 
@@ -65,7 +72,7 @@ def draws_numbers(optimizer: optim.Optimizer) -> bool:
     """
     try:
         with _own_numbers(optimizer) as device:
-            _moves(optimizer, 1.0)
+            _moves(optimizer)
             return not _has_fresh_numbers(device)
     except Exception:  # noqa: BLE001  as above
         return False
@@ -113,12 +120,13 @@ def _differ(moved: list[Tensor], others: list[Tensor]) -> bool:
     return any(not torch.allclose(a, b, rtol=TOLERANCE, atol=1e-9) for a, b in zip(moved, others, strict=True))
 
 
-def _moves(optimizer: optim.Optimizer, others: float, without: int = 0) -> list[Tensor]:
-    """How parameters moved in two steps.
+def _moves(optimizer: optim.Optimizer, size: float = 1.0, others: float = 1.0, without: int = 0) -> list[Tensor]:
+    """How parameters moved in a few steps.
 
     Args:
         optimizer: Which is copied.
-        others: What the gradients of every second parameter are multiplied with.
+        size: Of the elements of gradients.
+        others: What the gradients of every second parameter are multiplied with in every second step.
         without: So many parameters are taken out first.
     """
     stepper, parameters = _tiny(optimizer)
@@ -127,9 +135,12 @@ def _moves(optimizer: optim.Optimizer, others: float, without: int = 0) -> list[
             group["params"] = [member for member in group["params"] if member is not parameter]
     before = [parameter.detach().double().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
+    for step in range(STEPS):
+        factor = (
+            others if step % 2 else 1.0
+        )  # or a limit that goes by earlier gradients would see the same ones, larger
         for index, parameter in enumerate(parameters):
-            drawn = torch.randn(parameter.shape, generator=generator) * (others if index % 2 else 1.0)
+            drawn = torch.randn(parameter.shape, generator=generator) * size * (factor if index % 2 else 1.0)
             parameter.grad = drawn.to(parameter.device, parameter.dtype)
         torch.manual_seed(0)
         stepper.step()
