@@ -71,6 +71,17 @@ def of_function(model: Any, change: Callable[[Tensor], Tensor]) -> None:
         layer.mlp.register_forward_hook(lambda module, args, output: Changed.apply(output, change))
 
 
+def of_output(model: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Of what a module returns, forward."""
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, output: change(output))
+
+
+def of_input(model: Any, change: Callable[[Tensor], Tensor]) -> None:
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: (change(args[0]),))
+
+
 def only_looks(model: Any, change: Callable[[Tensor], Tensor]) -> None:
     for layer in model.model.layers:
         layer.mlp.register_full_backward_hook(lambda _, given, __: None)
@@ -107,6 +118,15 @@ for name, place in {"module": of_module, "tensor": of_tensor, "function": of_fun
 for name, place in {"module": of_module, "tensor": of_tensor}.items():
     CASES[f"late_{name}_clamped"] = (functools.partial(place, change=clamped), "late", "plain")
     CASES[f"late_{name}_halved_scaled"] = (functools.partial(place, change=halved), "late", "scaled")
+
+
+def halved_and_noisy(gradient: Tensor) -> Tensor:
+    """Nobody can tell, and drawn numbers are others for each microbatch anyway; here none are left."""
+    return gradient / 2 + 0 * torch.rand_like(gradient)
+
+
+CASES["late_output_halved"] = (functools.partial(of_output, change=halved), "late", "plain")
+CASES["late_output_noisy"] = (functools.partial(of_output, change=halved_and_noisy), "late", "plain")
 CASES["late_looks_scaled"] = (functools.partial(only_looks, change=clamped), "late", "scaled")
 CASES["looks_scaled"] = (functools.partial(only_looks, change=clamped), "early", "scaled")
 
@@ -149,16 +169,24 @@ def late_hook(rank: int, world_size: int, put: Placed, how: str) -> None:
 
 
 MIXES = r"inside the model, with pp_size=2: it gives a row of a batch another gradient than the row alone"
+OF_MODULE = r"on a module, with pp_size=2: it gives a row of a batch something else than the row alone"
 SCALED = r"multiplied with 0\.3 after the model computed it, with pp_size=2: hook "
 
 
-@pytest.mark.parametrize(
-    ("change", "how", "refusal"),
-    [(normed, "plain", MIXES), (normed, "own_loss", MIXES), (clamped, "scaled", SCALED)],
-    ids=["mixes", "mixes_own_loss", "scaled"],
-)
-@pytest.mark.parametrize("place", [of_module, of_tensor])
-def test_a_late_hook_on_gradients_is_tested(
+REFUSED = [
+    *(
+        (place, *case)
+        for place in (of_module, of_tensor)
+        for case in ((normed, "plain", MIXES), (clamped, "scaled", SCALED))
+    ),
+    (of_tensor, normed, "own_loss", MIXES),
+    (of_output, normed, "plain", OF_MODULE),
+    (of_input, normed, "own_loss", OF_MODULE),
+]
+
+
+@pytest.mark.parametrize(("place", "change", "how", "refusal"), REFUSED)
+def test_a_late_hook_is_tested(
     place: Any, change: Callable[[Tensor], Tensor], how: str, refusal: str, tmp_path: Path
 ) -> None:
     put = functools.partial(place, change=change)

@@ -36,9 +36,9 @@ from hf_parallel.engine.run.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.batches import BatchDigests
+from hf_parallel.guards.calls.late_hooks import LateHooks
 from hf_parallel.guards.calls.outputs import PipelineOutput, PipelineTrainingOutput
 from hf_parallel.guards.gradients.aside import Made, apart
-from hf_parallel.guards.gradients.backward_code import BackwardCode
 from hf_parallel.guards.gradients.batch_hooks import BatchHooks
 from hf_parallel.guards.gradients.direct import DirectGradients
 from hf_parallel.guards.weights.freezing import Freezing
@@ -109,7 +109,7 @@ class PipelineEngine(Engine):
             freezing=self._freezing,
         )
         self._backwards = Backwards(self.mesh, attachment.device, attachment.gradients.settings)
-        self._code = BackwardCode(own_modules(self.model, self._plan, stages), self.mesh.shape.pp_size)
+        self._late_hooks = LateHooks(own_modules(self.model, self._plan, stages), self.mesh.shape.pp_size)
         self._needs_scale = bool(backward_kind.scale)
         self._hooks = BatchHooks(
             *(attachment.ledger, attachment.parameters, self.mesh),
@@ -214,7 +214,7 @@ class PipelineEngine(Engine):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of `model(...)`: fused, split or forward only."""
-        with self._running.inside(), self._code.watching() if self.trains else nullcontext():
+        with self._running.inside(), self._late_hooks.watching() if self.trains else nullcontext():
             output = self._run(args, kwargs)
         output.lacks(unserved_outputs(self.model))
         if self._unlisted is None:
@@ -366,7 +366,7 @@ class PipelineEngine(Engine):
             seed: What the schedule's losses were multiplied with.
             gradient: What upstream code multiplied the loss with (0-d).
         """
-        self._code.check_factor(gradient / seed)
+        self._late_hooks.check_factor(gradient / seed)
         if made is not None:
             self._callers.backpropagated(made, gradient / seed)
             self.end_pass_later()
