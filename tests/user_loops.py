@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
+from rank_runner import run_ranks
 from torch import nn
 
 from hf_parallel.errors import ParallelError, UnsupportedError
@@ -108,6 +110,15 @@ def tried(layout: str, body: Callable[[Loop], None], **options: Any) -> Any:
         return run(layout, body, **options)
     except (ParallelError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}" + "".join(traceback.format_tb(error.__traceback__)[-3:])
+
+
+def alone_and_together(
+    main: Callable[..., dict[str, Any]], layouts: tuple[str, ...], folder: Path, timeout: float = 200.0
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What `main(rank, world_size, layouts)` finds on each of two ranks, and in one process with the layout "one"."""
+    env = {"ACCELERATE_USE_CPU": "true"}
+    alone = run_ranks(main, 1, ("one",), tmp_path=folder, env=env, init_group=False)[0]
+    return run_ranks(main, 2, layouts, tmp_path=folder, env=env, timeout=timeout), alone
 
 
 def difference(mine: Any, other: dict[str, Any]) -> float:

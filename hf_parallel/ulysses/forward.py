@@ -156,11 +156,10 @@ def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
             f"the model's argument {odd[0]} with sp_size={size}: it is not known how it is shared along the sequence. Leave it out "
             f"(known are {', '.join(sorted(KNOWN))}), or set sp_size to 1."
         )
-    tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if name in given), None)
-    mask = given.get("attention_mask")
+    length, mask = tokens_of(given).shape[1], given.get("attention_mask")
     goes_on = ["use_cache=True"] if given.get("use_cache") else []
-    if mask is not None and tokens is not None and mask.shape[-1] != tokens.shape[1]:
-        goes_on.append(f"attention_mask of {mask.shape[-1]} tokens for {tokens.shape[1]}")
+    if mask is not None and mask.shape[-1] != length:
+        goes_on.append(f"attention_mask of {mask.shape[-1]} tokens for {length}")
     if goes_on:
         raise UnsupportedError(
             f"{goes_on[0]} in a training forward with sp_size={size}: parts of rows keep no cache of keys and values, so a call cannot "
@@ -168,9 +167,14 @@ def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
         )
 
 
+def tokens_of(given: Mapping[str, Any]) -> Tensor:
+    """The tokens i[B S] of a batch, or their embeddings f[B S H]."""
+    tokens: Tensor = next(given[name] for name in ("input_ids", "inputs_embeds") if name in given)
+    return tokens
+
+
 def _part_of(given: Mapping[str, Any], shared: Shared) -> Part:
-    tokens = next(given[name] for name in ("input_ids", "inputs_embeds") if name in given)
-    length: int = tokens.shape[1]
+    length = tokens_of(given).shape[1]
     size = -(-length // shared.group.size)
     return Part(length, shared.group.rank * size, size)
 
@@ -179,7 +183,7 @@ def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared
     """Arguments for this rank: tokens and labels of its part, positions counted from the row's first token."""
     local = {name: part.of(value) if name in TOKENS else value for name, value in given.items()}
     local["use_cache"] = False
-    tokens = next(given[name] for name in ("input_ids", "inputs_embeds") if name in given)
+    tokens = tokens_of(given)
     positions = given.get("position_ids")
     if positions is None:
         positions = torch.arange(part.length, device=tokens.device)[None]  # (1, seq)

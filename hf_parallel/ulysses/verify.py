@@ -27,7 +27,7 @@ from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.random_streams import generators_of
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
-from hf_parallel.ulysses.forward import last_position, share_forward
+from hf_parallel.ulysses.forward import last_position, share_forward, tokens_of
 from hf_parallel.ulysses.trail import Counts, Trail, watched
 from hf_parallel.ulysses.whole import Place, blocks_of, may_see_whole_rows
 
@@ -234,8 +234,7 @@ def _place(trail: Trail) -> str:
 
 def _length(sample: Mapping[str, Any]) -> int:
     """Tokens of its rows."""
-    tokens: Tensor = next(sample[name] for name in ("input_ids", "inputs_embeds") if name in sample)
-    return tokens.shape[1]
+    return tokens_of(sample).shape[1]
 
 
 def _run(

@@ -151,9 +151,7 @@ def main(rank: int, world_size: int, layouts: tuple[str, ...]) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("backward")
-    alone = run_ranks(main, 1, ("one",), tmp_path=folder, env=ENV, init_group=False)[0]
-    return run_ranks(main, 2, LAYOUTS, tmp_path=folder, env=ENV, timeout=200.0), alone
+    return user_loops.alone_and_together(main, LAYOUTS, tmp_path_factory.mktemp("backward"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 import user_loops
-from rank_runner import run_ranks
 from torch import Tensor, nn
 from user_loops import STEPS, Loop
 
 
 pytestmark = pytest.mark.long
 
-ENV = {"ACCELERATE_USE_CPU": "true"}
 user_loops.LAYOUTS["tp2_shared_sequence"] = {"tp_size": 2, "tensor_parallel": {"sequence_parallel": True}}
 LAYOUTS = ("sp2", "tp2_shared_sequence")
 
@@ -109,9 +106,7 @@ def main(rank: int, world_size: int, layouts: tuple[str, ...]) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("kept")
-    alone = run_ranks(main, 1, ("one",), tmp_path=folder, env=ENV, init_group=False)[0]
-    return run_ranks(main, 2, LAYOUTS, tmp_path=folder, env=ENV, timeout=200.0), alone
+    return user_loops.alone_and_together(main, LAYOUTS, tmp_path_factory.mktemp("kept"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -25,7 +25,7 @@ from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.calls.batches import Announced
 from hf_parallel.guards.gradients.aside import Made
 from hf_parallel.mesh import Mesh
-from hf_parallel.pipeline_parallel.plan.backward_kind import ROWS_AGREE
+from hf_parallel.model.tensors import ROWS_AGREE
 
 
 Forward: TypeAlias = Callable[[list[dict[str, Any]]], list[Any]]

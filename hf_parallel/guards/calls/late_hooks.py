@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -21,12 +22,11 @@ from transformers.utils.generic import ModelOutput
 from hf_parallel.compat.private_torch import module_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.users_code import OURS, module_of, name_of
-from hf_parallel.model.tensors import map_tensors, tensors_in
+from hf_parallel.model.tensors import ROWS_AGREE, map_tensors, tensors_in
 
 
 OTHER: Final = 0.25  # what rows beside those of a microbatch are to them
 LARGE: Final = 2.0**10
-TOLERANCE: Final = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 EARLIER: Final = "before trainer.train() or accelerator.prepare(), so that it can be judged"
 
 Hook: TypeAlias = Callable[..., Any]
@@ -43,15 +43,14 @@ class LateHooks:
 
     def __init__(self, modules: Sequence[nn.Module], pp_size: int) -> None:
         self._pp_size = pp_size
-        tables = [module_hooks(module) for module in modules]
-        self._forward = [table for *forward, _, _ in tables for table in forward]
-        self._backward = [table for _, _, *backward in tables for table in backward]
-        self._known = [set(table) for table in (*self._forward, *self._backward)]
+        tests = (self._test_forward, self._test_forward, self._test_backward, self._test_backward)
+        tables = [pair for module in modules for pair in zip(module_hooks(module), tests, strict=True)]
+        self._tables = [(table, set(table), test) for table, test in tables]  # what was there before needs no test
         self._count = self._counted()
         self._limits = ""  # a hook that goes by the size of gradients
 
     def _counted(self) -> int:
-        return sum(map(len, self._forward)) + sum(map(len, self._backward))
+        return sum(map(len, map(itemgetter(0), self._tables)))  # before every forward: no loop in Python
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -65,9 +64,8 @@ class LateHooks:
 
     def _wrap(self) -> bool:
         """Let new hooks be tested; whether there are any of users."""
-        tests = [self._test_forward] * len(self._forward) + [self._test_backward] * len(self._backward)
         found = False
-        for table, known, test in zip((*self._forward, *self._backward), self._known, tests, strict=True):
+        for table, known, test in self._tables:
             for key in [key for key in table if key not in known]:
                 known.add(key)
                 if not module_of(table[key]).startswith(OURS):
@@ -196,6 +194,6 @@ def _agree(value: Any, reference: Any, scale: float) -> bool:
         here = one[: len(other)] if other.ndim else one
         wanted = other.double() * scale
         error = (here.double() - wanted).norm() if here.shape == wanted.shape else torch.inf
-        if not error <= TOLERANCE.get(other.dtype, 1e-4) * wanted.norm():
+        if not error <= ROWS_AGREE.get(other.dtype, 1e-4) * wanted.norm():
             return False
     return True

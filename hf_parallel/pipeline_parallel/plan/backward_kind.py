@@ -21,10 +21,9 @@ from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import has_users_code
 from hf_parallel.model.noise import without_noise
 from hf_parallel.model.record import unchanged
+from hf_parallel.model.tensors import ROWS_AGREE
 
 
-# Rows are computed alone and together: kernels of other shapes round differently, and this is no proof but a net.
-ROWS_AGREE: Final = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 OF_LABELS: Final = ("labels", "shift_labels", "num_items_in_batch")
 
 

@@ -22,7 +22,8 @@ from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.noise import without_noise
 from hf_parallel.model.record import unchanged
-from hf_parallel.pipeline_parallel.plan.backward_kind import OF_LABELS, ROWS_AGREE, rows_add_up
+from hf_parallel.model.tensors import ROWS_AGREE
+from hf_parallel.pipeline_parallel.plan.backward_kind import OF_LABELS, rows_add_up
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 
 
