@@ -17,6 +17,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTHONUNBUFFERED", None)  # ranks that share a stdout would write their lines in pieces, mixed
 os.environ["HF_PARALLEL_CACHE"] = ""  # what one test finds out about a model is not for another
 sys.path.insert(0, str(Path(__file__).parent))
 
