@@ -35,7 +35,7 @@ def own_step(optimizer: Optimizer) -> Any:
     step: Any = vars(optimizer).get("step")
     while getattr(step, "_wrapped_by_lr_sched", False):
         step = step.__wrapped__
-    return None if step is type(optimizer).step else step
+    return None if getattr(step, "__func__", step) is type(optimizer).step else step  # a loss scaler leaves it bound
 
 
 def steps_counted(scheduler: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import types
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +125,74 @@ def clipped_with_warm_up(loop: Loop) -> None:
     trained(loop, lambda step: schedule.step())
 
 
+def with_closure(loop: Loop) -> None:
+    """An optimizer that asks for gradients itself, and searches by the norm of all."""
+    loop.prepare(torch.optim.LBFGS(loop.model.parameters(), lr=1e-2, max_iter=1))
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> torch.Tensor:
+            loop.optimizers[0].zero_grad()
+            loss = loop.loss(step)
+            loop.accelerator.backward(loss)
+            return loss
+
+        loop.optimizers[0].step(closure)
+
+
+def clip_in_step(optimizer: torch.optim.Optimizer) -> None:
+    """Put a step on an optimizer that clips by the norm of all its gradients."""
+    step = optimizer.step
+
+    def clipped(self: Any, closure: Any = None) -> Any:
+        clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        return step(closure)
+
+    optimizer.step = types.MethodType(clipped, optimizer)  # type: ignore[method-assign]
+
+
+def with_a_step_of_its_own(loop: Loop) -> None:
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2, eps=1e-4)
+    clip_in_step(optimizer)
+    loop.prepare(optimizer)
+    trained(loop)
+
+
+def with_a_later_step(loop: Loop) -> None:
+    """The step is put there after the first one."""
+    loop.prepare()
+    trained(loop, lambda step: None if step else clip_in_step(loop.optimizers[0].optimizer))
+
+
+def with_an_update_of_its_own(loop: Loop) -> None:
+    """A step is put on the optimizer that updates by itself, by steps of one length."""
+    loop.prepare()
+    one = loop.optimizers[0].optimizer
+    one.step = types.MethodType(lambda self, closure=None: Normalised.step(self), one)
+    trained(loop)
+
+
+def with_an_update_for_each(loop: Loop) -> None:
+    """The same, of each parameter alone."""
+    loop.prepare()
+    one = loop.optimizers[0].optimizer
+    one.step = types.MethodType(lambda self, closure=None: Lars.step(self), one)
+    trained(loop)
+
+
+def locked(loop: Loop) -> None:
+    """The optimizer cannot be copied."""
+    optimizer = ClippedAdamW(loop.model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer.lock = threading.Lock()
+    loop.prepare(optimizer)
+    trained(loop)
+
+
+def with_a_later_class(loop: Loop) -> None:
+    """After the first step the optimizer is of a class that clips."""
+    loop.prepare()
+    trained(loop, lambda step: setattr(loop.optimizers[0].optimizer, "__class__", ClippedAdamW))
+
+
 def centred(loop: Loop) -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # from now on the step of the base runs hooks too
     loop.prepare(Centred(loop.model.parameters(), lr=1e-2, eps=1e-4))
@@ -214,6 +284,13 @@ BODIES: dict[str, Callable[[Loop], None]] = {
         clipped,
         clips_later,
         clips_when_told,
+        with_closure,
+        with_a_step_of_its_own,
+        with_a_later_step,
+        with_an_update_of_its_own,
+        with_an_update_for_each,
+        with_a_later_class,
+        locked,
         centred,
         normalised,
         lars,
@@ -226,6 +303,8 @@ BODIES: dict[str, Callable[[Loop], None]] = {
     )
 }
 CROSSES = "depends on the gradients of others"
+UNTRIED = "could not be tried"
+WHOLE = "its update may use norms or factors of whole tensors"
 # Name -> layout -> what the error says, or nothing where the loop is right.
 EXPECTED: dict[str, dict[str, str]] = {
     "of_some": {"dp2": "", "zero1": "", "zero2": "", "pp2": "", "tp2": ""},
@@ -234,6 +313,13 @@ EXPECTED: dict[str, dict[str, str]] = {
     "clipped": {"dp2": "", "pp2": CROSSES},
     "clips_later": {"dp2": "", "pp2": CROSSES},
     "clips_when_told": {"dp2": "", "pp2": CROSSES},
+    "with_closure": {"pp2": CROSSES},
+    "with_a_step_of_its_own": {"dp2": "", "pp2": "", "zero1": WHOLE, "tp2": WHOLE},
+    "with_a_later_step": {"dp2": "", "pp2": "", "zero1": WHOLE, "zero3": WHOLE, "tp2": WHOLE},
+    "with_an_update_of_its_own": {"dp2": "", "pp2": "", "zero1": WHOLE, "tp2": WHOLE},
+    "with_an_update_for_each": {"pp2": "", "zero1": WHOLE, "tp2": WHOLE},
+    "with_a_later_class": {"dp2": "", "pp2": CROSSES, "zero1": WHOLE, "zero3": WHOLE, "tp2": WHOLE},
+    "locked": {"dp2": "", "pp2": UNTRIED},
     "centred": {"dp2": "", "pp2": ""},
     "normalised": {"dp2": "", "pp2": CROSSES},
     "lars": {"dp2": "", "pp2": ""},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_parallel.guards.optimizers.crossing import crosses_parameters, draws_numbers, goes_by_place
+from hf_parallel.guards.optimizers.crossing import CannotTry, crosses_parameters, draws_numbers, goes_by_place
 from hf_parallel.guards.optimizers.elementwise import treats_elements_alone
 
 
@@ -108,6 +109,43 @@ def test_drawn_numbers_are_found() -> None:
     assert not goes_by_place(Noisy(parameters(), lr=1e-2))
 
 
+class Sharpness(torch.optim.SGD):
+    """Asks for gradients where they are largest within a distance, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in found if p.grad is not None]).norm()
+        with torch.no_grad():
+            for parameter in found:
+                parameter.add_(parameter.grad, alpha=0.05 / float(norm))
+        closure()
+        return super().step()
+
+
+class Locked(torch.optim.SGD):
+    """Cannot be copied."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.lock = threading.Lock()
+
+    def step(self, closure: Any = None) -> Any:
+        with self.lock:
+            return super().step(closure)
+
+
+def test_optimizers_that_ask_for_gradients_are_given_them() -> None:
+    assert crosses_parameters(torch.optim.LBFGS(parameters(), lr=1e-2)) is True
+    assert crosses_parameters(Sharpness(parameters(), lr=1e-2)) is True
+
+
+def test_what_cannot_be_tried_says_why() -> None:
+    with pytest.raises(CannotTry) as found:
+        crosses_parameters(Locked(parameters(), lr=1e-2))
+    assert "lock" in str(found.value.__cause__)
+
+
 def test_a_step_that_was_put_on_one_optimizer_is_not_known() -> None:
     stock = scheduled(torch.optim.AdamW(parameters()), 1.0)
     assert treats_elements_alone(stock)
@@ -121,5 +159,6 @@ def test_a_step_that_was_put_on_one_optimizer_is_not_known() -> None:
     patched.step = types.MethodType(clipped, patched)  # type: ignore[method-assign]
     scheduled(patched, 1.0)
     assert not treats_elements_alone(patched)
-    assert crosses_parameters(patched) is None
+    with pytest.raises(CannotTry, match=r"step of its own"):
+        crosses_parameters(patched)
     assert not patched.state

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.compat.private_optimizers import own_step
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.reads import Reads
-from hf_parallel.guards.optimizers.crossing import crosses_parameters, draws_numbers, goes_by_place
+from hf_parallel.guards.optimizers.crossing import CannotTry, crosses_parameters, draws_numbers, goes_by_place
 from hf_parallel.guards.optimizers.elementwise import known_names, treats_elements_alone
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -114,6 +115,36 @@ def _refuse_crossing(optimizer: torch.optim.Optimizer, mesh: Mesh) -> NoReturn:
     )
 
 
+def _untried(optimizer: torch.optim.Optimizer, mesh: Mesh, error: CannotTry | None) -> None:
+    """Refuse an optimizer, or warn where its own step calls the hooks of its class: that sees gradients as callbacks do."""
+    if own_step(optimizer) is not None:
+        logger.warning(
+            "hf_parallel: a step was put on optimizer %s (optimizer.step = ...), which cannot be tried on a copy. With pp_size=%d "
+            "each stage steps on its own parameters: if it uses anything of several but a norm of their gradients, set pp_size to 1.",
+            _named(optimizer),
+            mesh.shape.pp_size,
+        )
+        return
+    raise UnsupportedError(
+        f"optimizer {_named(optimizer)} with pp_size={mesh.shape.pp_size}: its update could not be tried on a copy "
+        f"({error or 'on another stage'}). Each stage steps on its own parameters only, which is wrong if the update of one "
+        "parameter depends on the gradients of others. Let a deep copy of it step on parameters of other shapes, use one of "
+        f"{known_names()}, or set pp_size to 1."
+    ) from error
+
+
+def refuse_crossing_now(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """As `refuse_crossing_updates`, of an optimizer that has changed since it was asked about, by this rank alone."""
+    if mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
+        return
+    if any(group["params"] for group in optimizer.param_groups):
+        try:
+            if crosses_parameters(optimizer):
+                _refuse_crossing(optimizer, mesh)
+        except CannotTry as error:
+            _untried(optimizer, mesh, error)
+
+
 def watch_later_steps(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     """Ask again whether an update crosses parameters when something that it reads has changed: it may begin to clip later.
 
@@ -143,8 +174,7 @@ def watch_later_steps(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         if changes > MOST_ASKED and changes & (changes - 1):
             return  # what it reads is looked up again when it is asked about again
         reads, before = facts()
-        if any(group["params"] for group in optimizer.param_groups) and crosses_parameters(optimizer):
-            _refuse_crossing(optimizer, mesh)
+        refuse_crossing_now(optimizer, mesh)
 
     optimizer.register_step_pre_hook(before_step)
 
@@ -161,21 +191,27 @@ def refuse_crossing_updates(
         pairs: Whether it has tensors that go with those that it had before.
 
     Raises:
-        UnsupportedError: Its update crosses parameters, or goes by their places.
+        UnsupportedError: Its update crosses parameters, goes by their places, or cannot be tried.
     """
     if mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
         return
     has_any = any(group["params"] for group in optimizer.param_groups)
-    crosses = crosses_parameters(optimizer) if has_any else False
-    by_place = pairs or (has_any and crosses is False and goes_by_place(optimizer))
+    crosses, untried = False, None
+    try:
+        crosses = has_any and crosses_parameters(optimizer)
+    except CannotTry as error:
+        untried = error
+    by_place = pairs or (has_any and not (crosses or untried) and goes_by_place(optimizer))
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     draws = has_any and draws_numbers(optimizer)
-    found = torch.tensor([int(crosses is True), int(crosses is None), int(by_place), int(draws)], device=device)
+    found = torch.tensor([int(crosses), int(untried is not None), int(by_place), int(draws)], device=device)
     if mesh.mp_group is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.mp_group)
     kind, (anywhere, unknown, placed, drawn) = _named(optimizer), found.tolist()
     if anywhere:
         _refuse_crossing(optimizer, mesh)
+    if unknown:
+        _untried(optimizer, mesh, untried)
     if placed:
         raise UnsupportedError(
             f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of a parameter depends on the place of that "
@@ -187,13 +223,6 @@ def refuse_crossing_updates(
         logger.warning(
             "hf_parallel: optimizer %s draws random numbers in its steps. With pp_size=%d each stage draws for its own parameters, so they "
             "are not those of one process. Draw them from a generator that is seeded for each parameter (by its name and the step).",
-            kind,
-            mesh.shape.pp_size,
-        )
-    if unknown:
-        logger.warning(
-            "hf_parallel: whether optimizer %s updates each parameter by itself could not be found out. With pp_size=%d "
-            "each stage steps on its own parameters: if it uses norms over several, set pp_size to 1.",
             kind,
             mesh.shape.pp_size,
         )

@@ -26,6 +26,7 @@ from hf_parallel.engine.gradients.global_norm import GlobalNorm
 from hf_parallel.engine.gradients.optimizer_rules import (
     cut_states,
     drop_others,
+    refuse_crossing_now,
     refuse_crossing_updates,
     refuse_whole_tensor_updates,
     watch_later_steps,
@@ -329,13 +330,18 @@ class GradientSync:
             UnsupportedError: The optimizer's update needs whole tensors but some of its parameters are shards, or needs all
                 parameters but each stage has others.
         """
-        hooks = OwnHooks(optimizer)
+
+        def refuse_later() -> None:
+            refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
+            refuse_crossing_now(optimizer, self._mesh)
+
+        partitions = self.replicas.partitions
+        hooks = OwnHooks(optimizer, refuse_later)
         if self._mesh.parts.size > 1:
             cut_states(optimizer, self._name_now, self._ledger, self._mesh)
         self.replicas.take_over(optimizer)
         has_own_list = keeps_by_place(optimizer)
         pairs = drop_others(optimizer, self._parameters.values()) and has_own_list
-        partitions = self.replicas.partitions
         refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
         refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)
         watch_later_steps(optimizer, self._mesh)

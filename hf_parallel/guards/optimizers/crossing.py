@@ -9,7 +9,7 @@ on tiny parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn, optim
 
 from hf_parallel.compat.private_optimizers import is_hook_table, own_step
-from hf_parallel.errors import UnsupportedError
 
 
 MOST = 64  # parameters of a group that take part
@@ -30,7 +29,11 @@ SIZES = (1.0, 5.0**-4, 5.0**-3, 5.0**-2, 5.0**-1, 5.0, 5.0**2, 5.0**3)
 STEPS = 4  # some begin to limit when they have seen a few
 
 
-def crosses_parameters(optimizer: optim.Optimizer) -> bool | None:
+class CannotTry(Exception):
+    """A copy of an optimizer does not step on tiny parameters; its cause says why."""
+
+
+def crosses_parameters(optimizer: optim.Optimizer) -> bool:
     """Whether half of its parameters move differently when the gradients of the other half are different.
 
     Neither the optimizer nor its parameters are changed; random states are put back.
@@ -38,8 +41,8 @@ def crosses_parameters(optimizer: optim.Optimizer) -> bool | None:
     Args:
         optimizer: Of any class, before its first step.
 
-    Returns:
-        None if that cannot be found out: its copy does not step on tiny parameters.
+    Raises:
+        CannotTry: That cannot be found out.
     """
     try:
         with _own_numbers(optimizer):
@@ -47,8 +50,10 @@ def crosses_parameters(optimizer: optim.Optimizer) -> bool | None:
                 mine, others = (_moves(optimizer, size, factor)[::2] for factor in (1.0, OTHERS))
                 if _differ(mine, others):
                     return True
-    except Exception:  # noqa: BLE001  code of the user's, on a copy, may raise anything
-        return None
+    except CannotTry:
+        raise
+    except Exception as error:  # code of the user's, on a copy, may raise anything
+        raise CannotTry(f"{type(error).__name__}: {error}") from error
     return False
 
 
@@ -139,23 +144,39 @@ def _moves(optimizer: optim.Optimizer, size: float = 1.0, others: float = 1.0, w
         factor = (
             others if step % 2 else 1.0
         )  # or a limit that goes by earlier gradients would see the same ones, larger
-        for index, parameter in enumerate(parameters):
-            drawn = torch.randn(parameter.shape, generator=generator) * size * (factor if index % 2 else 1.0)
-            parameter.grad = drawn.to(parameter.device, parameter.dtype)
+        drawn = [torch.randn(parameter.shape, generator=generator) * size for parameter in parameters]
+        for index in range(1, len(drawn), 2):
+            drawn[index] *= factor
+
+        def gives_gradients(drawn: list[Tensor] = drawn) -> Tensor:
+            for parameter, gradient in zip(parameters, drawn, strict=True):
+                parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
+            return torch.zeros(())
+
+        gives_gradients()
         torch.manual_seed(0)
-        stepper.step()
+        _step(stepper, gives_gradients)
     moved = [p.detach().double() - b for p, b in zip(parameters, before, strict=True)]
     return moved[without:]
+
+
+def _step(optimizer: optim.Optimizer, closure: Callable[[], Any]) -> None:
+    """As a Trainer does, or where that raises (LBFGS, SAM) with a closure."""
+    try:
+        optimizer.step()
+    except Exception:  # noqa: BLE001  as above
+        torch.manual_seed(0)
+        optimizer.step(closure)
 
 
 def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Parameter]]:
     """A copy of `optimizer` whose parameters are tiny, and two of them at least; it learns, whatever a warm-up begins with.
 
     Raises:
-        UnsupportedError: A step was put on the optimizer itself, which a copy would call on it.
+        CannotTry: A step was put on the optimizer itself, which a copy would call on it.
     """
     if own_step(optimizer) is not None:
-        raise UnsupportedError("a step of its own")
+        raise CannotTry("a step of its own was put on it")
     generator = torch.Generator().manual_seed(1)
     memo: dict[int, Any] = {}
     groups: list[list[nn.Parameter]] = []

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hf_parallel.compat.private_optimizers import step_hooks
+from hf_parallel.compat.private_optimizers import own_step, step_hooks
 
 
 def clears_both(optimizer: Optimizer, cleared: Callable[[bool], None]) -> None:
@@ -37,10 +37,12 @@ class OwnHooks:
 
     Args:
         optimizer: The optimizer.
+        refuse: Raises if the optimizer must not step as it does now; called when its step is another one.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, refuse: Callable[[], None]) -> None:
+        self._optimizer, self._refuse = optimizer, refuse
+        self._step = self._step_now()
         self._before, self._after = step_hooks(optimizer)
         self._others = {*self._before, *self._after}
         self._mine: list[int] = []
@@ -59,13 +61,25 @@ class OwnHooks:
 
     def begin(self) -> None:
         """A step begins: hooks that were registered since run before ours."""
+        self._look()
         self._depth = 0  # a step that raised leaves nothing behind
         if list(self._before)[-len(self._mine) :] != self._mine:
             for key in self._mine:
                 self._before.move_to_end(key)
 
+    def _step_now(self) -> tuple[Any, type, Any]:
+        kind = type(self._optimizer)
+        return own_step(self._optimizer), kind, kind.step
+
+    def _look(self) -> None:
+        now = self._step_now()
+        if now != self._step:
+            self._refuse()
+            self._step = now
+
     def _entering(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
+            self._look()  # user code may have the optimizer that was given to `prepare`
             self._depth += 1
             return hook(*args)
 
