@@ -82,6 +82,28 @@ def of_input(model: Any, change: Callable[[Tensor], Tensor]) -> None:
         layer.mlp.register_forward_pre_hook(lambda module, args: (change(args[0]),))
 
 
+def of_forward(model: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Of what a forward returns that is put on a module."""
+    for layer in model.model.layers:
+        layer.mlp.forward = lambda x, inner=layer.mlp.forward: change(inner(x))
+
+
+def of_its_function(model: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """In the backward pass of such a forward."""
+    of_forward(model, lambda output: Changed.apply(output, change))
+
+
+def of_class(model: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Modules are of another class, whose forward does."""
+    for layer in model.model.layers:
+        kind = type(layer)
+
+        def forward(self: Any, *args: Any, kind: Any = kind, **kwargs: Any) -> Any:
+            return Changed.apply(kind.forward(self, *args, **kwargs), change)
+
+        layer.__class__ = type("Own", (kind,), {"forward": forward})
+
+
 def only_looks(model: Any, change: Callable[[Tensor], Tensor]) -> None:
     for layer in model.model.layers:
         layer.mlp.register_full_backward_hook(lambda _, given, __: None)
@@ -125,6 +147,9 @@ def halved_and_noisy(gradient: Tensor) -> Tensor:
     return gradient / 2 + 0 * torch.rand_like(gradient)
 
 
+for name, place in {"forward": of_forward, "its_function": of_its_function, "class": of_class}.items():
+    CASES[f"late_{name}_halved_scaled"] = (functools.partial(place, change=halved), "late", "scaled")
+CASES["late_its_function_clamped"] = (functools.partial(of_its_function, change=clamped), "late", "plain")
 CASES["late_output_halved"] = (functools.partial(of_output, change=halved), "late", "plain")
 CASES["late_output_noisy"] = (functools.partial(of_output, change=halved_and_noisy), "late", "plain")
 CASES["late_looks_scaled"] = (functools.partial(only_looks, change=clamped), "late", "scaled")
@@ -168,6 +193,9 @@ def late_hook(rank: int, world_size: int, put: Placed, how: str) -> None:
 
 MIXES = r"inside the model, with pp_size=2: it gives a row of a batch another gradient than the row alone"
 OF_MODULE = r"on a module, with pp_size=2: it gives a row of a batch something else than the row alone"
+OF_FORWARD = r"forward .*of_forward.* with pp_size=2: it gives a row of a batch something else than the row alone"
+OF_ITS_GRADIENTS = r"forward .* with pp_size=2: it gives a row of a batch another gradient than the row alone"
+SCALED_FORWARD = r"multiplied with 0\.3 after the model computed it, with pp_size=2: forward "
 SCALED = r"multiplied with 0\.3 after the model computed it, with pp_size=2: hook "
 
 
@@ -180,6 +208,10 @@ REFUSED = [
     (of_tensor, normed, "own_loss", MIXES),
     (of_output, normed, "plain", OF_MODULE),
     (of_input, normed, "own_loss", OF_MODULE),
+    (of_forward, normed, "plain", OF_FORWARD),
+    (of_its_function, normed, "plain", OF_ITS_GRADIENTS),
+    (of_its_function, clamped, "scaled", SCALED_FORWARD),
+    (of_class, normed, "own_loss", OF_ITS_GRADIENTS),
 ]
 
 

@@ -55,6 +55,12 @@ def other_forward(model: Any) -> None:
     layer.forward = lambda x: normalised(layer, x, inner(x))
 
 
+def other_class(model: Any) -> None:
+    layer = model.model.layers[0].mlp.act_fn
+    kind = type(layer)
+    layer.__class__ = type("Own", (kind,), {"forward": lambda self, x: normalised(self, x, kind.forward(self, x))})
+
+
 def on_rows(model: Any) -> None:
     for block in model.model.layers:
         block.mlp.down_proj.register_forward_hook(normalised)
@@ -76,8 +82,21 @@ def before_the_head(model: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    change.__name__: (change, REFUSED if change in (on_columns, between, before_rows, other_forward) else "")
-    for change in (on_columns, between, before_rows, other_forward, before_columns, on_rows, around, before_the_head)
+    change.__name__: (
+        change,
+        REFUSED if change in (on_columns, between, before_rows, other_forward, other_class) else "",
+    )
+    for change in (
+        on_columns,
+        between,
+        before_rows,
+        other_forward,
+        other_class,
+        before_columns,
+        on_rows,
+        around,
+        before_the_head,
+    )
 }
 CHANGES["on_the_head"] = (on_the_head, OF_LOGITS)
 
@@ -131,11 +150,24 @@ def test_hooks_see_whole_tensors_or_are_refused(name: str, when: str, runs: Any)
         assert user_loops.difference(mine, alone[f"{when}-{name}"]) < 1e-5
 
 
-def of_tokens(rank: int, world_size: int, layout: str) -> dict[str, Any]:
-    def tried(when: str) -> Any:
-        return user_loops.tried(layout, lambda loop: WHEN[when](around, loop), build=lambda: tiny.llama(layers=2))
+def patched(model: Any) -> None:
+    """The forward of all modules of a class is another one."""
+    kind = type(model.model.layers[0].mlp)
+    inner = kind.forward
+    kind.forward = lambda self, x: normalised(self, x, inner(self, x))
 
-    return {when: tried(when) for when in WHEN}
+
+def of_tokens(rank: int, world_size: int, layout: str) -> dict[str, Any]:
+    kind = type(tiny.llama(layers=2).model.layers[0].mlp)
+
+    def tried(when: str, change: Callable[[Any], None]) -> Any:
+        whole = kind.forward
+        try:
+            return user_loops.tried(layout, lambda loop: WHEN[when](change, loop), build=lambda: tiny.llama(layers=2))
+        finally:
+            kind.forward = whole
+
+    return {when: tried(when, around) for when in WHEN} | {"patched": tried("late", patched)}
 
 
 def test_hooks_that_would_see_part_of_the_tokens_are_refused(runs: Any, tmp_path: Path) -> None:
@@ -144,4 +176,5 @@ def test_hooks_that_would_see_part_of_the_tokens_are_refused(runs: Any, tmp_path
         assert "was put on model.layers.0.mlp after the model was prepared, with sp_size above 1" in found["late"]
         assert "this rank's part of the tokens only" in found["late"]
         assert "whole: the model itself." in found["late"]
+        assert "forward of model.layers.0.mlp was replaced after the model was prepared" in found["patched"]
     assert user_loops.difference(ranks[0]["early"], runs[0]["early-around"]) < 1e-5

@@ -47,7 +47,7 @@ from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.live import PhaseState
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.run.stage import Stage, own_modules
+from hf_parallel.pipeline_parallel.run.stage import Stage, around_blocks, own_modules
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
@@ -109,7 +109,8 @@ class PipelineEngine(Engine):
             freezing=self._freezing,
         )
         self._backwards = Backwards(self.mesh, attachment.device, attachment.gradients.settings)
-        self._late_hooks = LateHooks(own_modules(self.model, self._plan, stages), self.mesh.shape.pp_size)
+        modules, around = own_modules(self.model, self._plan, stages), around_blocks(self.model, self._plan)
+        self._late_hooks = LateHooks(modules, around, self.mesh.shape.pp_size)
         self._needs_scale = bool(backward_kind.scale)
         self._hooks = BatchHooks(
             *(attachment.ledger, attachment.parameters, self.mesh),

@@ -8,14 +8,13 @@ later nobody has looked at: a norm over the channels would be that of a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from itertools import repeat
-from operator import contains
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import module_hooks
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.calls.forwards import Forwards
 from hf_parallel.guards.calls.kept_parts import KeptParts
 from hf_parallel.guards.users_code import OURS, module_of, name_of
 
@@ -43,7 +42,6 @@ class PartHooks:
     ) -> None:
         self._axis = axis
         self._tables: list[tuple[str, str, dict[int, Any], set[int]]] = []
-        self._forwards: list[tuple[str, str, dict[str, Any], Any]] = []
         for name, parts in modules.items():
             module = model.get_submodule(name)
             if is_part is not None and name not in whole_outputs:
@@ -55,12 +53,11 @@ class PartHooks:
                 *backward,
             ]
             self._tables += [(name, parts, hooks, set(hooks)) for hooks in tables]
-            self._forwards.append((name, parts, vars(module), vars(module).get("forward")))
         # Looked at before every forward: most of a model's modules never have hooks, nor a forward of their own.
         self._empty = [table[2] for table in self._tables if not table[2]]
         self._others = [table for table in self._tables if table[2]]
-        self._plain = [attributes for _, _, attributes, _ in self._forwards if "forward" not in attributes]
-        self._replaced = [table for table in self._forwards if "forward" in table[2]]
+        self._parts = modules
+        self._forwards = Forwards({name: model.get_submodule(name) for name in modules})
 
     def check(self) -> None:
         """Before a forward.
@@ -74,10 +71,8 @@ class PartHooks:
                     if not module_of(hooks[key]).startswith(OURS):
                         _refuse(f"hook {name_of(hooks[key])} was put on {name}", parts, self._axis)
                     known.add(key)
-        anywhere = any(map(contains, self._plain, repeat("forward")))
-        for name, parts, attributes, forward in self._forwards if anywhere else self._replaced:
-            if attributes.get("forward") is not forward:
-                _refuse(f"forward of {name} was replaced", parts, self._axis)
+        for name in self._forwards.replaced():
+            _refuse(f"forward of {name} was replaced", self._parts[name], self._axis)
 
 
 def _watch_kept(module: nn.Module, name: str, axis: str, is_part: Callable[[Tensor], bool]) -> None:

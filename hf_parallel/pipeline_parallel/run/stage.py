@@ -181,6 +181,12 @@ def own_modules(model: nn.Module, plan: PipelinePlan, stages: Iterable[Stage]) -
     return [module for name, module in model.named_modules() if not f"{name}.".startswith(others)]
 
 
+def around_blocks(model: nn.Module, plan: PipelinePlan) -> list[nn.Module]:
+    """The model, and its modules down to the list of its blocks."""
+    names = plan.stack.split(".")
+    return [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+
+
 def _part(plan: PipelinePlan, bounds: Sequence[int], index: int) -> Part:
     span = spans_of(bounds)[index]
     return Part(
