@@ -113,6 +113,11 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def is_persistent(module: nn.Module, key: str) -> bool:
+    """Whether `state_dict` has a buffer of the module."""
+    return key not in module._non_persistent_buffers_set
+
+
 def unregister(module: nn.Module, key: str) -> Tensor:
     """Take a parameter or a buffer from a module; `state_dict` does not name it any more."""
     table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers

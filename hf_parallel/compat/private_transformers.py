@@ -30,6 +30,7 @@ IGNORED_LABEL = -100
 # Names of the argument and output that hold what attention has seen: "cache" is that of all models since transformers 5.24,
 # which still takes the others.
 CACHES = ("cache", "past_key_values", "cache_params")
+FLAGS_OF_HOOKS = frozenset({"_output_capturing_hooks_installed"})  # on modules that have them
 
 
 def run_inside_checkpoint(

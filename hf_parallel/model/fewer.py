@@ -21,9 +21,10 @@ from transformers import PretrainedConfig
 from hf_parallel.compat.private_torch import module_hooks, own_modules
 from hf_parallel.compat.private_transformers import makes_inputs_trained
 from hf_parallel.model.meta import inputs_on_meta, on_meta
-from hf_parallel.model.record import Op, Record, record_forward, unchanged
+from hf_parallel.model.record import Op, Record, record_forward
 from hf_parallel.model.stack import blocks_of, kind_of
 from hf_parallel.model.structure import outline
+from hf_parallel.model.unchanged import unchanged
 
 
 STOCK = ("torch", "transformers")  # packages whose code does not depend on which block of a stack runs it

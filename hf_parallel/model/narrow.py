@@ -23,8 +23,9 @@ from hf_parallel.compat.private_transformers import copy_activation_checkpointin
 from hf_parallel.model.fewer import READS_VALUES, is_stock, same_ops
 from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.model.meta import inputs_on_meta, on_meta
-from hf_parallel.model.record import Record, record_forward, unchanged
+from hf_parallel.model.record import Record, record_forward
 from hf_parallel.model.stack import PLACES
+from hf_parallel.model.unchanged import unchanged
 
 
 # Numbers of a config that are widths; all of them are divided by one number.

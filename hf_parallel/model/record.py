@@ -8,9 +8,8 @@ as templates.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
-from transformers import PretrainedConfig
 
 from hf_parallel.compat.private_torch import (
     arguments_written,
     forward_hooks,
     id_of_storage,
-    own_buffers,
     own_parameters,
     packet_of_op,
 )
@@ -304,71 +301,6 @@ def _zero_kind(module: nn.Module, args: Any, out: Any) -> str | None:
     outer = given.ndim > 0 and out.shape[:-1] == given.shape[:-1]
     pair = outer and sorted((given.shape[-1], out.shape[-1])) == sorted(weight.shape)
     return "features" if pair else None
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward leaves behind: random state, buffers, tensors and counters stored on modules, and what it wrote to
-    configs (the loss of a classifier writes down what labels it has met).
-
-    Gradients are not touched because no backward runs. Flags and hooks stay: transformers installs its output hooks on
-    the first forward that needs them, and the crossings found rely on them.
-    """
-    devices = {t.device for t in [*model.parameters(), *model.buffers()]}
-    accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
-    kind = accelerators[0].type if accelerators else "cuda"
-    buffers = [
-        (own, dict(own), {name: buffer.clone() for name, buffer in own.items() if buffer is not None})
-        for own in map(own_buffers, model.modules())
-    ]
-    attributes = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
-    configs = [(vars(config), dict(vars(config))) for config in _configs(model)]
-    with torch.random.fork_rng(devices=[d.index or 0 for d in accelerators], device_type=kind):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for own, originals, values in buffers:
-                    own.clear()
-                    own.update(originals)
-                    for name, value in values.items():
-                        own[name].copy_(value)  # type: ignore[union-attr]
-            for module, before, contents in attributes:
-                _restore_attributes(module, before)
-                for held, values in contents:
-                    held.clear()
-                    held.update(values)
-            for settings, first in configs:
-                for name in settings.keys() - first.keys():
-                    del settings[name]
-                settings.update(first)
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Configs of its modules, each once."""
-    found = (vars(module).get("config") for module in model.modules())
-    return list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
-
-
-def _contents(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Dicts of tensors that a module keeps as plain attributes, and what they hold: methods of PEFT move some to a device."""
-    dicts = [value for name, value in vars(module).items() if type(value) is dict and not name.startswith("_")]
-    return [(value, dict(value)) for value in dicts if next(leaves(value), None) is not None]
-
-
-def _restore_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Put back the tensors and numbers that a forward stored as plain attributes."""
-    for name, value in list(vars(module).items()):
-        old = before.get(name)
-        if value is old or name.startswith("_forward") or name in ("_parameters", "_buffers", "_modules"):
-            continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number and next(leaves(value), None) is None:
-            continue
-        if name in before:
-            object.__setattr__(module, name, old)
-        else:
-            object.__delattr__(module, name)
 
 
 def record_forward(

@@ -105,6 +105,7 @@ def written_by_loss(
 
 
 MODELS: dict[str, Callable[[], Any]] = {"running": running, "spectral": spectral}
+MODELS["anew"] = lambda: counting(calls, anew=True)
 LOSSES: dict[str, Callable[[Loop], None]] = {
     "written": written_by_loss,
     "replaced": functools.partial(written_by_loss, replaced=True),
@@ -127,6 +128,8 @@ EXPECTED = {
     ("spectral", "dp2"): "ddp",
     ("spectral", "zero1"): "ddp",
     ("spectral", "pp2"): WRITES,
+    ("anew", "dp2"): "ddp",
+    ("anew", "pp2"): WRITES,
     **{(name, "dp2"): "ddp" for name in ("written", "replaced", "unsent", "late", "hidden", "late_replaced")},
     ("written", "zero3"): "ddp",
     ("written", "tp2"): "one",
@@ -175,14 +178,14 @@ def test_a_buffer_that_one_replica_alone_changes_late_is_refused(hidden: bool, t
         run_ranks(alone, 2, hidden, tmp_path=tmp_path, env=ENV)
 
 
-def counting(what: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A model that adds up, in a buffer, what a hook on its last norm sees of the hidden states in training."""
+def counting(what: Callable[[torch.Tensor], torch.Tensor], anew: bool = False) -> Any:
+    """A model that adds up, in a buffer or in a new one, what a hook on its last norm sees of the hidden states in training."""
     model = tiny.llama(tied=True, layers=2)
     model.register_buffer("seen", torch.zeros(()))
 
     def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if model.training:
-            model.seen += what(output)
+            model.seen = model.seen + what(output) if anew else model.seen.add_(what(output))
 
     model.model.norm.register_forward_hook(count)
     return model
@@ -207,16 +210,18 @@ def watched(loop: Loop) -> None:
 def counted(rank: int, world_size: int) -> dict[str, Any]:
     layout = "sp2" if world_size > 1 else "one"
     return {
-        what.__name__: user_loops.tried(layout, watched, build=functools.partial(counting, what))
+        f"{what.__name__}{anew}": user_loops.tried(layout, watched, build=functools.partial(counting, what, anew))
         for what in (calls, tokens)
+        for anew in (False, True)
     }
 
 
 def test_a_buffer_that_parts_of_a_row_write_differently_is_refused(tmp_path: Path) -> None:
     alone = run_ranks(counted, 1, tmp_path=tmp_path, env=ENV, init_group=False)[0]
     for mine in run_ranks(counted, 2, tmp_path=tmp_path, env=ENV):
-        assert user_loops.difference(mine["calls"], alone["calls"]) < 1e-5
-        assert (
-            "writes to 1 buffers in training (first: seen) with sp_size=2: each rank writes what its part"
-            in mine["tokens"]
-        )
+        for anew in (False, True):
+            assert user_loops.difference(mine[f"calls{anew}"], alone[f"calls{anew}"]) < 1e-5
+            assert (
+                "writes to 1 buffers in training (first: seen) with sp_size=2: each rank writes what its part"
+                in mine[f"tokens{anew}"]
+            )

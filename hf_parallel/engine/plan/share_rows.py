@@ -13,8 +13,8 @@ from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import may_need_fewer, with_blocks
 from hf_parallel.model.probes import Probes
-from hf_parallel.model.record import unchanged
 from hf_parallel.model.stack import candidate_stacks
+from hf_parallel.model.unchanged import unchanged
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
 from hf_parallel.ulysses.attention import Shared, share_attention

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.batches import digest
-from hf_parallel.compat.private_torch import own_buffers, version_of
+from hf_parallel.compat.private_torch import is_persistent, own_buffers, version_of
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, meeting_of_replicas
 from hf_parallel.guards.untouched import Untouched
@@ -86,7 +86,7 @@ class MovingBuffers:
         yield
         if self._looks:
             self._looks -= 1
-            moved = [name for name, state in self._states().items() if _moved(before.get(name), state)]
+            moved = [name for name, state in self._states().items() if self._has_moved(name, before.get(name), state)]
             now = self._numbers() if numbers else {}
             lengths = {
                 size for batch in batches for v in batch.values() if isinstance(v, Tensor) for size in v.shape[1:]
@@ -157,6 +157,17 @@ class MovingBuffers:
             if type(buffer) is Tensor and not buffer.is_meta
         }
 
+    def _has_moved(self, name: str, before: State | None, now: State) -> bool:
+        """Whether a buffer was written to, or replaced, and has other values now."""
+        if before is None or (before[0] is now[0] and before[1] == now[1]):
+            return False
+        if before[0] is not now[0]:
+            place, _, key = name.rpartition(".")
+            owner = self._model.get_submodule(place)
+            if type(owner).__module__.startswith("transformers.") and not is_persistent(owner, key):
+                return False  # frequencies for rows of another length, of no row in particular
+        return before[2] is None or now[2] is None or not torch.equal(before[2], now[2])
+
     def _agree(self, moved: list[str], num_passes: int) -> None:
         """Over all ranks: buffers of any of them count, and each replica has the same list."""
         flags = torch.tensor([int(bool(moved)), int(bool(moved) and num_passes > 1)], device=self._device)
@@ -212,13 +223,6 @@ class MovingBuffers:
         for name in self._moving:
             dist.broadcast(self._model.get_buffer(name), group=group, group_src=0)
         self._left.take()
-
-
-def _moved(before: State | None, now: State) -> bool:
-    """Whether a buffer was written to, and has other values now."""
-    if before is None or before[0] is not now[0] or before[1] == now[1]:
-        return False
-    return before[2] is None or now[2] is None or not torch.equal(before[2], now[2])
 
 
 def _differs(before: State | None, now: State) -> bool:

@@ -20,8 +20,8 @@ from hf_parallel.compat.private_torch import changes_backward
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import has_users_code
 from hf_parallel.model.noise import without_noise
-from hf_parallel.model.record import unchanged
 from hf_parallel.model.tensors import ROWS_AGREE
+from hf_parallel.model.unchanged import unchanged
 
 
 OF_LABELS: Final = ("labels", "shift_labels", "num_items_in_batch")

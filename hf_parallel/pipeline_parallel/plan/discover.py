@@ -10,9 +10,10 @@ from torch import nn
 from hf_parallel.compat.private_transformers import eager_attention
 from hf_parallel.model.fewer import Fewer, fewer_blocks, may_need_fewer
 from hf_parallel.model.meta import inputs_on_meta, longer_on_meta, on_meta
-from hf_parallel.model.record import Record, record_forward, unchanged
+from hf_parallel.model.record import Record, record_forward
 from hf_parallel.model.samples import path_inputs
 from hf_parallel.model.stack import candidate_stacks, choose_stack
+from hf_parallel.model.unchanged import unchanged
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, count_tokens
 
 

@@ -21,8 +21,8 @@ from hf_parallel.compat.private_torch import is_cross_entropy, version_of
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.noise import without_noise
-from hf_parallel.model.record import unchanged
 from hf_parallel.model.tensors import ROWS_AGREE
+from hf_parallel.model.unchanged import unchanged
 from hf_parallel.pipeline_parallel.plan.backward_kind import OF_LABELS, rows_add_up
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 

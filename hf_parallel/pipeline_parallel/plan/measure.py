@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_parallel.model.record import unchanged
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import leaves
+from hf_parallel.model.unchanged import unchanged
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, backward_ratios
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan

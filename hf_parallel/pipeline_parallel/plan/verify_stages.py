@@ -19,8 +19,8 @@ from hf_parallel.errors import PlanError
 from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import is_stock
-from hf_parallel.model.record import unchanged
 from hf_parallel.model.tensors import largest
+from hf_parallel.model.unchanged import unchanged
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 

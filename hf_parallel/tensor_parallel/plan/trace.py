@@ -18,8 +18,8 @@ from hf_parallel.compat.private_torch import own_modules, own_parameters, writes
 from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
 from hf_parallel.model.copies import deep_copy
-from hf_parallel.model.record import unchanged
 from hf_parallel.model.tensors import largest, map_tensors, tensors_in
+from hf_parallel.model.unchanged import unchanged
 from hf_parallel.tensor_parallel.plan.autograd_graph import met_first
 
 

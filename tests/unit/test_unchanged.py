@@ -1,0 +1,93 @@
+"""A trial of a model leaves nothing behind: what begins from the first batch of the training begins from that, not from made-up text."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.model.unchanged import unchanged
+
+
+class Calls:
+    """Counts its calls."""
+
+    seen = 0
+
+    def __call__(self) -> None:
+        self.seen += 1
+
+
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], bool]]] = {
+    # name -> what it begins with, what it is after the first batch, whether it says so
+    "bool": (lambda: False, lambda ready: True, bool),
+    "number": (lambda: 0, lambda ready: ready + 1, bool),
+    "text": (lambda: None, lambda ready: "yes", bool),
+    "dict": (lambda: {"a": False}, lambda ready: ready.update(a=True) or ready, lambda ready: ready["a"]),
+    "of_adapters": (
+        lambda: defaultdict(dict, a={"ready": False}),
+        lambda ready: ready["a"].update(ready=True) or ready,
+        lambda ready: ready["a"]["ready"],
+    ),
+    "list": (list, lambda ready: ready.append(1) or ready, bool),
+    "set": (set, lambda ready: ready.add(1) or ready, bool),
+    "deque": (deque, lambda ready: ready.append(1) or ready, bool),
+    "object": (
+        lambda: SimpleNamespace(ready=False),
+        lambda ready: setattr(ready, "ready", True) or ready,
+        lambda ready: ready.ready,
+    ),
+    "called": (Calls, lambda ready: ready() or ready, lambda ready: ready.seen > 0),
+    "tensor": (lambda: torch.zeros(1), lambda ready: ready.add_(1), lambda ready: bool(ready)),
+    "tensors": (lambda: [torch.zeros(1)], lambda ready: ready[0].add_(1) and ready, lambda ready: bool(ready[0])),
+}
+
+
+class First(nn.Module):
+    """Centres with the mean of the first batch (ActNorm, scales of quantisers, codebooks begin so)."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        begin, self.after, self.says = STATES[name]
+        self.ready = begin()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.says(self.ready):
+            self.mean.copy_(x.detach().mean())
+            self.ready = self.after(self.ready)
+            self.later = True
+        return x - self.mean
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_begins_from_a_first_batch_begins_from_that(name: str) -> None:
+    layer = First(name)
+    model = nn.Sequential(layer)
+    held = layer.ready
+    for _ in range(2):
+        with unchanged(model):
+            model(torch.ones(3))
+            assert layer.mean == 1
+        assert not layer.says(layer.ready)
+        assert layer.ready is held
+        assert not hasattr(layer, "later")
+        assert layer.mean == 0
+    model(torch.full((3,), 2.0))
+    assert layer.mean == 2
+
+
+def test_the_hooks_of_transformers_stay_with_their_flag() -> None:
+    model = tiny.llama()
+    with unchanged(model):
+        model(input_ids=torch.ones(1, 3, dtype=torch.long), output_hidden_states=True)
+    before = [len(module._forward_hooks) for module in model.modules()]
+    found = model(input_ids=torch.ones(1, 3, dtype=torch.long), output_hidden_states=True)
+    assert [len(module._forward_hooks) for module in model.modules()] == before
+    assert len(found.hidden_states) == model.config.num_hidden_layers + 1
