@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-from hf_parallel.errors import PlanError
+from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 
@@ -26,7 +26,8 @@ class Entry:
 
     Args:
         name: First name in module order; the name used everywhere.
-        aliases: All names, the first included.
+        aliases: All names in module order, the first included.
+        state_names: What a state dict calls it under each of them: torch's checkpoint wrapper leaves its own name out.
         shape: Full shape, before sharding.
         dtype: Such as `torch.float32`.
         kind: A trained tensor or a persistent buffer.
@@ -43,6 +44,11 @@ class Entry:
     holders: tuple[int, ...]
     spec: ShardSpec | None
     used: bool
+    state_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.state_names:
+            object.__setattr__(self, "state_names", self.aliases)
 
     @property
     def owner(self) -> int:
@@ -60,9 +66,11 @@ class Ledger:
 
     def __init__(self, entries: Mapping[str, Entry], names: Sequence[str] | None = None) -> None:
         self.entries = dict(entries)
-        aliases = [alias for entry in self.entries.values() for alias in entry.aliases]
-        self.names = tuple(aliases if names is None else names)
-        self._by_alias = {alias: entry for entry in self.entries.values() for alias in entry.aliases}
+        state_names = [name for entry in self.entries.values() for name in entry.state_names]
+        self.names = tuple(state_names if names is None else names)
+        self._by_alias = {
+            alias: entry for entry in self.entries.values() for alias in (*entry.state_names, *entry.aliases)
+        }
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries.values())
@@ -117,9 +125,14 @@ def build_ledger(
 
     Raises:
         PlanError: Two names of one tied parameter are sharded differently.
+        UnsupportedError: The model's state dict has another tensor in the place of a parameter.
     """
     entries: dict[str, Entry] = {}
-    for aliases, tensor, kind in _tensors(model):
+    state = model.state_dict(keep_vars=True)
+    names_of: dict[int, list[str]] = {}
+    for name, one in state.items():
+        names_of.setdefault(id(one), []).append(name)
+    for aliases, tensor, kind in _tensors(model, names_of):
         holders = tuple(rank for rank in range(pp_size) if any(holds(rank, alias) for alias in aliases))
         layouts = {alias: specs.get(alias) for alias in aliases}
         if len(set(layouts.values())) > 1:
@@ -136,13 +149,29 @@ def build_ledger(
             holders=holders or (home,),
             spec=layouts[aliases[0]],
             used=bool(holders),
+            state_names=_state_names(aliases, names_of.get(id(tensor), []), state),
         )
-    known = {alias for entry in entries.values() for alias in entry.aliases}
-    return Ledger(entries, [name for name in model.state_dict(keep_vars=True) if name in known])
+    known = {name for entry in entries.values() for name in entry.state_names}
+    return Ledger(entries, [name for name in state if name in known])
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[tuple[str, ...], torch.Tensor, Literal["param", "buffer"]]]:
-    """(all names, tensor, kind) of every distinct parameter and persistent buffer, in module order."""
+def _state_names(aliases: Sequence[str], found: Sequence[str], state: Collection[str]) -> tuple[str, ...]:
+    """What a state dict calls a tensor under each of its names, given what it calls it at all."""
+    other = next((alias for alias in aliases if alias in state and alias not in found), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"model.state_dict() has another tensor than the parameter or buffer {other}: a hook puts it there "
+            "(register_state_dict_post_hook?). Each rank saves its own part of the parameters, without it. Remove the hook, and "
+            "change what accelerator.get_state_dict(model) returns, or a saved model."
+        )
+    renamed = iter([name for name in found if name not in aliases])
+    return tuple(alias if alias in found else next(renamed, alias) for alias in aliases)
+
+
+def _tensors(
+    model: nn.Module, saved: Collection[int]
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor, Literal["param", "buffer"]]]:
+    """(all names, tensor, kind) of every distinct parameter and buffer in the state dict, in module order."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -150,11 +179,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[tuple[str, ...], torch.Tensor, 
         parameters[id(parameter)] = parameter
     for key, parameter in parameters.items():
         yield tuple(names[key]), parameter, "param"
-    persistent = model.state_dict(keep_vars=True).keys()
     seen: dict[int, list[str]] = {}
     buffers: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in persistent:
+        if id(buffer) in saved:
             seen.setdefault(id(buffer), []).append(name)
             buffers[id(buffer)] = buffer
     for key, buffer in buffers.items():

@@ -388,7 +388,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             if dist.is_initialized():
                 dist.barrier()
         return {
-            alias: state[entry.name] for entry in attachment.ledger for alias in entry.aliases if entry.name in state
+            name: state[entry.name] for entry in attachment.ledger for name in entry.state_names if entry.name in state
         }
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:

@@ -123,21 +123,23 @@ def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
         name for name, _ in (*engine.model.named_parameters(remove_duplicate=False), *engine.model.named_buffers())
     }
     for entry in attachment.ledger:
-        given = [state[prefix + name] for name in entry.aliases if isinstance(state.get(prefix + name), torch.Tensor)]
+        names = [prefix + name for name in entry.state_names]
+        given = [state[name] for name in names if isinstance(state.get(name), torch.Tensor)]
         if not given:
             continue
         tensor, mine = held.get(entry.name), given[-1]  # torch copies one after the other, and the last one stays
-        for name in entry.aliases:
-            if name not in here:
-                state.pop(prefix + name, None)
+        for alias, name in zip(entry.aliases, names, strict=True):
+            if alias not in here:
+                state.pop(name, None)
         if tensor is None:
             continue
         if tuple(mine.shape) == entry.shape and not isinstance(mine, DTensor):
             part = mine if entry.spec is None else entry.spec.shard(mine, mesh.parts.size, mesh.parts.rank)
             local_of(tensor).copy_(rows_of(tensor, part))
             mine = tensor.detach()
-        for name in here.intersection(entry.aliases):
-            state[prefix + name] = mine
+        for alias, name in zip(entry.aliases, names, strict=True):
+            if alias in here:
+                state[name] = mine
 
 
 def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting, *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,10 @@ import pytest
 import tiny
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from hf_parallel.errors import PlanError
+from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
@@ -52,6 +54,29 @@ def test_a_parameter_that_no_stage_reads_is_kept_by_the_first_for_the_checkpoint
     )
     entry = ledger.find("unread")
     assert (entry.holders, entry.used) == ((0,), False)
+
+
+def test_a_tensor_is_saved_under_the_name_that_the_state_dict_has_for_it() -> None:
+    model = tiny.llama(tied=True)
+    plain = two_stages(model)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+    ledger = two_stages(model)
+    assert ledger.names == plain.names == tuple(model.state_dict())
+    (entry,) = {ledger.find(name) for name in ledger.names if name.endswith("layers.0.mlp.up_proj.weight")}
+    assert entry.aliases == (entry.name,) == ("model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight",)
+    assert entry.state_names == ("model.layers.0.mlp.up_proj.weight",)
+    assert ledger.find("lm_head.weight").state_names == ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def test_a_state_dict_with_other_tensors_is_refused() -> None:
+    model = tiny.llama()
+
+    def doubled(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+        state[f"{prefix}gate_proj.weight"] = 2 * state[f"{prefix}gate_proj.weight"]
+
+    model.model.layers[1].mlp.register_state_dict_post_hook(doubled)
+    with pytest.raises(UnsupportedError, match=r"another tensor than .* model\.layers\.1\.mlp\.gate_proj\.weight"):
+        two_stages(model)
 
 
 def test_only_persistent_buffers_are_entries() -> None:

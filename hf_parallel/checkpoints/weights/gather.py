@@ -104,11 +104,11 @@ def load_weights(
         files = weight_files(Path(folder), reader)
         for name, tensor in held.items():
             entry = ledger.entries[name]
-            alias = next((alias for alias in entry.aliases if alias in files), None)
+            alias = next((alias for alias in entry.state_names if alias in files), None)
             if alias is not None:
                 part = _read(reader, files[alias], alias, entry, mesh)
             else:
-                made = (converted(alias) for alias in entry.aliases) if converted is not None else iter(())
+                made = (converted(alias) for alias in entry.state_names) if converted is not None else iter(())
                 whole = next((whole for whole in made if whole is not None), None)
                 part = _part_of(whole, folder, entry, mesh, len(files))
             local_of(tensor).copy_(rows_of(tensor, part))
@@ -118,7 +118,7 @@ def _part_of(whole: torch.Tensor | None, folder: str | Path, entry: Entry, mesh:
     """What this rank holds of a tensor that was converted."""
     if whole is None:
         raise CheckpointError(
-            f"{folder}: no tensor named {' or '.join(entry.aliases)} among {count}. The checkpoint is of another model."
+            f"{folder}: no tensor named {' or '.join(entry.state_names)} among {count}. The checkpoint is of another model."
         )
     if tuple(whole.shape) != entry.shape:
         raise CheckpointError(f"{folder}: {entry.name} has shape {tuple(whole.shape)}, the model needs {entry.shape}.")

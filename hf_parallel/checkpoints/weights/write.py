@@ -122,7 +122,7 @@ def saved_names(ledger: Ledger, ignored: Sequence[str], tied: Sequence[str]) -> 
     """
     chosen = set()
     for entry in ledger:
-        names = sorted(alias for alias in entry.aliases if alias not in ignored)
+        names = sorted(name for name in entry.state_names if name not in ignored)
         spare = [name for name in names if any(re.search(pattern, name) for pattern in tied)][: len(names) - 1]
         chosen |= set([name for name in ledger.names if name in names and name not in spare][:1])
     return [name for name in ledger.names if name in chosen]
