@@ -8,6 +8,7 @@ And torch copies no tensor that was computed from parameters, wherever a hook ha
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -65,7 +66,7 @@ def _rebound(value: Any, twins: Mapping[int, Any], depth: int) -> Any:
         given = [_rebound(part, twins, depth + 1) for part in value.args]
         named = {name: _rebound(part, twins, depth + 1) for name, part in value.keywords.items()}
         return partial(_rebound(value.func, twins, depth + 1), *given, **named)
-    if isinstance(value, FunctionType) and value.__closure__:
+    if isinstance(value, FunctionType) and (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
         return _function(value, twins, depth)
     return value
 
@@ -81,15 +82,16 @@ def _function(function: FunctionType, twins: Mapping[int, Any], depth: int) -> F
         new = _rebound(content, twins, depth + 1)
         is_other |= new is not content
         cells.append(CellType(new) if new is not content else cell)
+    # The idiom of a loop: `lambda x, inner=layer.forward: ...`.
+    defaults = tuple(_rebound(value, twins, depth + 1) for value in function.__defaults__ or ())
+    named = {name: _rebound(value, twins, depth + 1) for name, value in (function.__kwdefaults__ or {}).items()}
+    is_other |= any(map(operator.is_not, defaults, function.__defaults__ or ()))
+    is_other |= any(map(operator.is_not, named.values(), (function.__kwdefaults__ or {}).values()))
     if not is_other:
         return function
     made = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        function.__code__, function.__globals__, function.__name__, defaults or None, tuple(cells) or None
     )
-    made.__kwdefaults__, made.__qualname__, made.__doc__ = (
-        function.__kwdefaults__,
-        function.__qualname__,
-        function.__doc__,
-    )
+    made.__kwdefaults__, made.__qualname__, made.__doc__ = named or None, function.__qualname__, function.__doc__
     made.__dict__.update({name: _rebound(held, twins, depth + 1) for name, held in vars(function).items()})
     return made

@@ -235,7 +235,16 @@ def held(model: Any) -> None:
     model.forward = lambda *args, **kwargs: genuine(model, *args, **kwargs)
 
 
-@pytest.mark.parametrize("patch", [bound, nested, held])
+def given(model: Any) -> None:
+    """As in a loop over layers, where a closure would see the last one."""
+    model.forward = lambda *args, inner=model.forward, **kwargs: inner(*args, **kwargs)
+
+
+def given_first(model: Any) -> None:
+    model.forward = lambda inner=model.forward, **kwargs: inner(**kwargs)
+
+
+@pytest.mark.parametrize("patch", [bound, nested, held, given, given_first])
 def test_a_function_over_the_forward_hides_no_damage(patch: Callable[[Any], None]) -> None:
     model = tiny_model("gpt2")
     plan = plan_tensor_parallel(model, 2, plan_sample())

@@ -437,7 +437,8 @@ class GradientSync:
                 "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
                 "parallelized model's forward, torch.autograd.grad gave them, backward ran while gradients were still "
                 "accumulating, or a callback's own backward came after those of the step were reduced, with zero.stage above 0 and "
-                "pp_size above 1 (run it in on_step_begin, or add to p.grad what it gives). Call "
+                "pp_size above 1 (run it in on_step_begin, or add to p.grad what it gives), or step(closure) computed them, with zero.stage 2 "
+                "(call the closure before the step). Call "
                 "accelerator.backward(loss) on model(**batch), and step when accelerator.sync_gradients is true and outside of "
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )
