@@ -104,6 +104,12 @@ def of_class(model: Any, change: Callable[[Tensor], Tensor]) -> None:
         layer.__class__ = type("Own", (kind,), {"forward": forward})
 
 
+def of_class_with_dropout(model: Any, change: Callable[[Tensor], Tensor]) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    of_class(model, change)
+
+
 def only_looks(model: Any, change: Callable[[Tensor], Tensor]) -> None:
     for layer in model.model.layers:
         layer.mlp.register_full_backward_hook(lambda _, given, __: None)
@@ -212,6 +218,7 @@ REFUSED = [
     (of_its_function, normed, "plain", OF_ITS_GRADIENTS),
     (of_its_function, clamped, "scaled", SCALED_FORWARD),
     (of_class, normed, "own_loss", OF_ITS_GRADIENTS),
+    (of_class_with_dropout, normed, "plain", OF_ITS_GRADIENTS),
 ]
 
 

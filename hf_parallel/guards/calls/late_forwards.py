@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hf_parallel.guards.calls.forwards import Forwards
 from hf_parallel.guards.calls.row_tests import CannotTellError, Code, Given, agree, call, floats_in, rows_of
 from hf_parallel.guards.users_code import OURS, module_of, name_of
 from hf_parallel.model.copies import deep_copy, rebind_forwards
+from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.tensors import map_tensors
 
 
@@ -50,56 +52,51 @@ class LateForwards:
                 del attributes["forward"]
                 attributes.update(own)
             result = forward(*args, **kwargs)
-            with torch.no_grad(), contextlib.suppress(CannotTellError):
-                late = LateForward(module, args, kwargs, result)
-                if late.repeats:
-                    self._test(name_of(forward), late)
+            with contextlib.suppress(CannotTellError), torch.no_grad(), _own_numbers(result), NoDropout():
+                self._test(name_of(forward), LateForward(module, args, kwargs))
             return result
 
         attributes["forward"] = tested
 
 
 class LateForward:
-    """A call of one, to be repeated with other tensors.
+    """A call of one, to be repeated with other tensors, without dropout.
 
     Args:
         module: Whose forward it is.
         args: That it was given.
         kwargs: That it was given.
-        result: What it returned.
 
     Attributes:
         run: The forward of a copy, of `given`.
         given: Arguments.
-        result: What it returned.
+        result: What it returns.
         gradients: Function of `given` and gradients of what is returned: those of the arguments that have rows.
 
     Raises:
-        CannotTellError: The module cannot be copied.
+        CannotTellError: The module cannot be copied, or returns something else each time.
     """
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
+    def __init__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         copied = _without_hooks(module)
         self.run: Code = lambda args, kwargs: copied.forward(*args, **kwargs)
         self.given: Given = (args, dict(kwargs))
-        self.result = result
+        self.result = call(self.run, self.given)
         self.gradients: Code = functools.partial(_gradients, self.run)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the copy returns the same, and draws no numbers that would change those of the run."""
-        before = torch.get_rng_state()
-        try:
-            same = agree(call(self.run, self.given), self.result, 1.0)
-            return same and torch.equal(torch.get_rng_state(), before)
-        finally:
-            torch.set_rng_state(before)
+        if not agree(call(self.run, self.given), self.result, 1.0):
+            raise CannotTellError
 
     def cotangents(self) -> list[Tensor]:
         """Some gradients of what it returned, of size 1."""
         generator = torch.Generator().manual_seed(0)
         drawn = ((one, torch.randn(one.shape, generator=generator)) for one in floats_in(self.result))
         return [numbers.to(one.device, one.dtype) for one, numbers in drawn]
+
+
+def _own_numbers(result: Any) -> AbstractContextManager[None]:
+    """Inside, random numbers are drawn that change none of those outside."""
+    devices = {tensor.device for tensor in floats_in(result) if tensor.device.type == "cuda"}
+    return torch.random.fork_rng(devices=list(devices))
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
