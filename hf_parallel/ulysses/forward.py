@@ -35,6 +35,8 @@ TOKENS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
 OF_LOSS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
 KNOWN = TOKENS | OF_LOSS | {"position_ids", "attention_mask"}
 GENERATING = frozenset({*CACHES, "logits_to_keep"})  # whose outputs are not those of all tokens
+PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})  # of the rows in one
+OF_EXPERTS = frozenset({"aux_loss", "router_logits"})
 RETURNED = frozenset({"loss", "logits", "hidden_states", "last_hidden_state", *CACHES})
 
 
@@ -152,9 +154,10 @@ def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
     odd += [name for name in flags if name in given and not isinstance(given[name], Tensor) and given[name]]
     odd += ["return_dict=False"] if given.get("return_dict") is False else []
     if odd:
+        packed = " (a collator that packs rows gives it: padding_free, packing)" if odd[0] in PACKED else ""
         raise UnsupportedError(
-            f"the model's argument {odd[0]} with sp_size={size}: it is not known how it is shared along the sequence. Leave it out "
-            f"(known are {', '.join(sorted(KNOWN))}), or set sp_size to 1."
+            f"the model's argument {odd[0]}{packed} with sp_size={size}: it is not known how it is shared along the sequence. Leave it "
+            f"out (known are {', '.join(sorted(KNOWN))}), or set sp_size to 1."
         )
     length, mask = tokens_of(given).shape[1], given.get("attention_mask")
     goes_on = ["use_cache=True"] if given.get("use_cache") else []
@@ -261,9 +264,14 @@ def _refuse_odd_output(output: Any, size: int) -> ModelOutput:
     """
     odd = sorted(set(output) - RETURNED) if isinstance(output, ModelOutput) else [type(output).__name__]
     if odd:
+        of_experts = (
+            "config.output_router_logits to False"
+            if OF_EXPERTS & set(odd)
+            else "no option that makes the model return it"
+        )
         raise UnsupportedError(
             f"the model returns {odd[0]} with sp_size={size}: it is of this rank's tokens, and not known to add up over the ranks "
-            "(the loss that balances experts does not). Set config.output_router_logits to False, or sp_size to 1."
+            f"(the loss that balances experts does not). Set {of_experts}, or sp_size to 1."
         )
     return output  # type: ignore[no-any-return]
 

@@ -137,8 +137,15 @@ def test_a_name_that_other_programs_have_for_it_is_answered() -> None:
 
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "pixel_values"])
 def test_an_input_that_is_not_known_to_be_shared_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"argument {name} with sp_size=2.*or set sp_size to 1"):
+    with pytest.raises(UnsupportedError, match=rf"argument {name}.* with sp_size=2.*or set sp_size to 1"):
         refuse_odd_inputs({"input_ids": torch.zeros(1, 4), name: torch.zeros(3)}, 2)
+
+
+def test_what_a_collator_of_packed_rows_gives_says_where_it_comes_from() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"argument cu_seq_lens_q \(a collator that packs rows gives it: padding_free"
+    ):
+        refuse_odd_inputs({"input_ids": torch.zeros(1, 4), "cu_seq_lens_q": torch.zeros(3)}, 2)
 
 
 @pytest.mark.parametrize("length", [1, 5, 8])
