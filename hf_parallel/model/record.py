@@ -30,6 +30,7 @@ from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
 from hf_parallel.model.tensors import tensors_in
+from hf_parallel.model.unchanged import written_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,8 +322,12 @@ def record_forward(
         forward: what to call with the sample.
         sample: keyword arguments of a tiny batch.
         with_scalars: whether to note the numbers that ops were given, which takes longer.
+
+    Raises:
+        UnsupportedError: The forward writes to a parameter.
     """
     log = _OpLog(with_scalars)
+    weights = {log.number(parameter): name for name, parameter in model.named_parameters()}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     parameters = {name: log.number(t) for name, t in tensors}
     log.weights = frozenset(parameters.values())
@@ -332,6 +337,9 @@ def record_forward(
             out = forward(**sample)
     finally:
         watcher.remove()
+    written = {number for op in log.ops if not op.is_view for number in op.writes}
+    for number in written & weights.keys():
+        raise written_to(weights[number])
     ignored = set(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or CACHES)
     outputs = frozenset(log.number(t) for path, t in leaves(out) if not path or path[0][1] not in ignored)
     return Record(

@@ -7,20 +7,23 @@ import copy
 import inspect
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from transformers import PretrainedConfig
 
 from hf_parallel.compat.private_torch import own_buffers, version_of
 from hf_parallel.compat.private_transformers import FLAGS_OF_HOOKS
+from hf_parallel.errors import UnsupportedError
 
 
 DEPTH: Final = 4  # of containers and objects in each other
 MOST: Final = 2**20  # elements of a tensor beside parameters and buffers whose values are kept
+SAMPLES: Final = 64  # elements of a parameter that are compared
 OF_TORCH: Final = frozenset(vars(nn.Module()))
 CONTAINERS: Final = (dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple)
 LIBRARIES: Final = ("torch.", "transformers.", "accelerate.", "hf_parallel.")
@@ -31,8 +34,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Undo what a forward leaves behind: random state, buffers, what modules have as plain attributes, in containers and in objects of
     user code, and what it wrote to configs (the loss of a classifier writes down what labels it has met).
 
-    Parameters and gradients are not touched, and no hooks: transformers installs its output hooks on the first forward that
-    needs them, and the crossings found rely on them.
+    Gradients are not touched, and no hooks: transformers installs its output hooks on the first forward that needs them, and the
+    crossings found rely on them.
+
+    Raises:
+        UnsupportedError: The forward has written to a parameter, of which there is no copy.
     """
     devices = {t.device for t in [*model.parameters(), *model.buffers()]}
     accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
@@ -46,6 +52,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     for _, plain in attributes:
         kept.walk(list(plain.values()), 0)
     configs = [(vars(config), dict(vars(config))) for config in _configs(model)]
+    weights = _sampled(model)
     with torch.random.fork_rng(devices=[d.index or 0 for d in accelerators], device_type=kind):
         try:
             yield
@@ -65,6 +72,33 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 for name in settings.keys() - first.keys():
                     del settings[name]
                 settings.update(first)
+    _refuse_written(weights, _sampled(model))
+
+
+def _sampled(model: nn.Module) -> dict[str, Tensor]:
+    """Some elements of each parameter, by name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter.data) is Tensor and not (parameter.is_meta or is_lazy(parameter)):
+            flat = parameter.detach().flatten()
+            found[name] = flat[:: max(1, len(flat) // SAMPLES)].clone()
+    return found
+
+
+def _refuse_written(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    for name in before.keys() & now.keys():
+        if not torch.allclose(before[name], now[name], rtol=0.0, atol=0.0, equal_nan=True):
+            raise written_to(name)
+
+
+def written_to(name: str) -> UnsupportedError:
+    """That a forward pass writes to a parameter."""
+    return UnsupportedError(
+        f"the forward pass writes to parameter {name} in training (an initialisation from the first batch? a norm that is kept in "
+        "place?). It was tried on made-up text, and ranks that have parts of a batch or of the weights would write other values. "
+        "Call the model in training mode on a batch of yours before trainer.train() or accelerator.prepare() if it then has done "
+        "so, or keep what it writes in a buffer."
+    )
 
 
 def _configs(model: nn.Module) -> list[Any]:

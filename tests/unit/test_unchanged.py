@@ -12,6 +12,7 @@ import tiny
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.unchanged import unchanged
 
 
@@ -91,3 +92,33 @@ def test_the_hooks_of_transformers_stay_with_their_flag() -> None:
     found = model(input_ids=torch.ones(1, 3, dtype=torch.long), output_hidden_states=True)
     assert [len(module._forward_hooks) for module in model.modules()] == before
     assert len(found.hidden_states) == model.config.num_hidden_layers + 1
+
+
+class Writes(nn.Module):
+    """To its weight, in a way that torch does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(300, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.9)
+        return x
+
+
+def test_a_forward_that_writes_to_a_parameter_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Writes())
+    with pytest.raises(UnsupportedError, match=r"writes to parameter 1\.weight in training"), unchanged(model):
+        model(torch.ones(2))
+
+
+def test_what_went_wrong_inside_is_said_first() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Writes())
+
+    def fails() -> None:
+        with unchanged(model):
+            model(torch.ones(2))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
