@@ -125,7 +125,7 @@ def build_ledger(
 
     Raises:
         PlanError: Two names of one tied parameter are sharded differently.
-        UnsupportedError: The model's state dict has another tensor in the place of a parameter.
+        UnsupportedError: The model's state dict has another tensor in the place of a parameter, or one beside them.
     """
     entries: dict[str, Entry] = {}
     state = model.state_dict(keep_vars=True)
@@ -152,7 +152,19 @@ def build_ledger(
             state_names=_state_names(aliases, names_of.get(id(tensor), []), state),
         )
     known = {name for entry in entries.values() for name in entry.state_names}
+    if not getattr(model, "is_quantized", False):  # whose scales are saved with adapters alone
+        _refuse_others([name for name, one in state.items() if isinstance(one, torch.Tensor) and name not in known])
     return Ledger(entries, [name for name in state if name in known])
+
+
+def _refuse_others(names: Sequence[str]) -> None:
+    """Refuse tensors of a state dict that are no parameters or buffers; states of kernels (`_extra_state`) can be made anew."""
+    others = [name for name in names if not name.endswith("_extra_state")]
+    if others:
+        raise UnsupportedError(
+            f"model.state_dict() has {others[0]}, which is no parameter or buffer of the model: each rank saves its own part of those, "
+            "and a saved model would lack it. Register it as a buffer (register_buffer)."
+        )
 
 
 def _state_names(aliases: Sequence[str], found: Sequence[str], state: Collection[str]) -> tuple[str, ...]:

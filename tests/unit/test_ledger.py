@@ -79,6 +79,15 @@ def test_a_state_dict_with_other_tensors_is_refused() -> None:
         two_stages(model)
 
 
+def test_a_state_dict_with_more_tensors_is_refused() -> None:
+    model = tiny.llama()
+    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.update(steps=torch.zeros(())))
+    with pytest.raises(
+        UnsupportedError, match=r"has steps, which is no parameter or buffer .* Register it as a buffer"
+    ):
+        two_stages(model)
+
+
 def test_only_persistent_buffers_are_entries() -> None:
     model = nn.Module()
     model.register_buffer("kept", torch.zeros(2))
