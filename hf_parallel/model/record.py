@@ -30,7 +30,7 @@ from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
 from hf_parallel.model.tensors import tensors_in
-from hf_parallel.model.unchanged import written_to
+from hf_parallel.model.unchanged import refuse_written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,8 +338,7 @@ def record_forward(
     finally:
         watcher.remove()
     written = {number for op in log.ops if not op.is_view for number in op.writes}
-    for number in written & weights.keys():
-        raise written_to(weights[number])
+    refuse_written(model, [weights[number] for number in written & weights.keys()])
     ignored = set(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or CACHES)
     outputs = frozenset(log.number(t) for path, t in leaves(out) if not path or path[0][1] not in ignored)
     return Record(

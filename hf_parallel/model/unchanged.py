@@ -7,7 +7,7 @@ import copy
 import inspect
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from hf_parallel.compat.private_torch import own_buffers, version_of
 from hf_parallel.compat.private_transformers import FLAGS_OF_HOOKS
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.model.structure import leaves
 
 
 DEPTH: Final = 4  # of containers and objects in each other
@@ -26,7 +27,7 @@ MOST: Final = 2**20  # elements of a tensor beside parameters and buffers whose 
 SAMPLES: Final = 64  # elements of a parameter that are compared
 OF_TORCH: Final = frozenset(vars(nn.Module()))
 CONTAINERS: Final = (dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple)
-LIBRARIES: Final = ("torch.", "transformers.", "accelerate.", "hf_parallel.")
+LIBRARIES: Final = ("torch.", "transformers.", "accelerate.", "hf_parallel.", "peft.")
 
 
 @contextlib.contextmanager
@@ -35,10 +36,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     user code, and what it wrote to configs (the loss of a classifier writes down what labels it has met).
 
     Gradients are not touched, and no hooks: transformers installs its output hooks on the first forward that needs them, and the
-    crossings found rely on them.
+    crossings found rely on them. Where a library has changed weights (RWKV scales them, bitsandbytes packs them), what says so stays.
 
     Raises:
-        UnsupportedError: The forward has written to a parameter, of which there is no copy.
+        UnsupportedError: User code has written to a parameter, of which there is no copy.
     """
     devices = {t.device for t in [*model.parameters(), *model.buffers()]}
     accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
@@ -47,58 +48,76 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         (own, dict(own), {name: buffer.clone() for name, buffer in own.items() if buffer is not None})
         for own in map(own_buffers, model.modules())
     ]
-    attributes = [(vars(module), _plain(module)) for module in model.modules()]
-    kept = _Kept()
-    for _, plain in attributes:
-        kept.walk(list(plain.values()), 0)
+    seen: set[int] = set()
+    modules = [_Before(module, seen) for module in model.modules()]
     configs = [(vars(config), dict(vars(config))) for config in _configs(model)]
-    weights = _sampled(model)
+    weights = {name: (parameter, _facts(parameter)) for name, parameter in model.named_parameters()}
+    written: list[str] = []
     with torch.random.fork_rng(devices=[d.index or 0 for d in accelerators], device_type=kind):
         try:
             yield
         finally:
+            written = [name for name, (parameter, facts) in weights.items() if not _equal(_facts(parameter), facts)]
+            others = {id(weights[name][0]) for name in written}
             with torch.no_grad():
                 for own, originals, values in buffers:
                     own.clear()
                     own.update(originals)
                     for name, value in values.items():
                         own[name].copy_(value)  # type: ignore[union-attr]
-                kept.put_back()
-            for held, plain in attributes:
-                for name in [name for name in held if _is_plain(name) and name not in plain]:
-                    del held[name]
-                held.update(plain)
+                for module in modules:
+                    module.put_back(says=not others or not any(id(p) in others for p in module.module.parameters()))
             for settings, first in configs:
                 for name in settings.keys() - first.keys():
                     del settings[name]
                 settings.update(first)
-    _refuse_written(weights, _sampled(model))
+    refuse_written(model, written)
 
 
-def _sampled(model: nn.Module) -> dict[str, Tensor]:
-    """Some elements of each parameter, by name."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is Tensor and not (parameter.is_meta or is_lazy(parameter)):
-            flat = parameter.detach().flatten()
-            found[name] = flat[:: max(1, len(flat) // SAMPLES)].clone()
-    return found
+def _facts(parameter: nn.Parameter) -> list[Any]:
+    """Some elements of a parameter, where they are, and what hangs on it."""
+    hung = [*map(id, vars(parameter).values())]
+    if type(parameter.data) is not Tensor or parameter.is_meta or is_lazy(parameter):
+        return hung
+    flat = parameter.detach().flatten()
+    return [flat[:: max(1, len(flat) // SAMPLES)].clone(), parameter.data_ptr(), *hung]
 
 
-def _refuse_written(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
-    for name in before.keys() & now.keys():
-        if not torch.allclose(before[name], now[name], rtol=0.0, atol=0.0, equal_nan=True):
-            raise written_to(name)
-
-
-def written_to(name: str) -> UnsupportedError:
-    """That a forward pass writes to a parameter."""
-    return UnsupportedError(
-        f"the forward pass writes to parameter {name} in training (an initialisation from the first batch? a norm that is kept in "
-        "place?). It was tried on made-up text, and ranks that have parts of a batch or of the weights would write other values. "
-        "Call the model in training mode on a batch of yours before trainer.train() or accelerator.prepare() if it then has done "
-        "so, or keep what it writes in a buffer."
+def _equal(now: list[Any], before: list[Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    tensors = [pair for pair in zip(now, before, strict=True) if isinstance(pair[0], Tensor)]
+    return now[len(tensors) :] == before[len(tensors) :] and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in tensors
     )
+
+
+def refuse_written(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse a forward pass of user code that writes to parameters; libraries keep some within limits (Gemma 3n).
+
+    Args:
+        model: The model.
+        names: Of parameters that were written to.
+
+    Raises:
+        UnsupportedError: Names one.
+    """
+    for name in names:
+        parameter = model.get_parameter(name)
+        packed = not parameter.requires_grad and type(parameter) is not nn.Parameter  # by a package that quantises
+        if not packed and _is_in_users_module(model, name):
+            raise UnsupportedError(
+                f"the forward pass writes to parameter {name} (an initialisation from the first batch? a norm that is kept in place?). "
+                "It was tried on made-up text, and ranks that have parts of a batch or of the weights would write other values. "
+                "Call the model in training mode on a batch of yours before trainer.train() or accelerator.prepare() if it then "
+                "has done so, or keep what it writes in a buffer."
+            )
+
+
+def _is_in_users_module(model: nn.Module, name: str) -> bool:
+    path = name.split(".")[:-1]
+    around = (model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1))
+    return not all(f"{type(module).__module__}.".startswith(LIBRARIES) for module in around)
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -111,16 +130,44 @@ def _is_plain(name: str) -> bool:
     return name not in OF_TORCH and name not in FLAGS_OF_HOOKS
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """What a module has beside what torch keeps there."""
-    return {name: value for name, value in vars(module).items() if _is_plain(name)}
+class _Before:
+    """What a module had beside what torch keeps there.
+
+    Args:
+        module: The module.
+        seen: Ids of objects that another one has noted.
+    """
+
+    def __init__(self, module: nn.Module, seen: set[int]) -> None:
+        self.module = module
+        self._plain = {name: value for name, value in vars(module).items() if _is_plain(name)}
+        self._kept = _Kept(seen)
+        self._kept.walk(list(self._plain.values()), 0)
+
+    def put_back(self, *, says: bool) -> None:
+        """Let it have the same again.
+
+        Args:
+            says: Also what may say that something was done; else tensors and numbers only.
+        """
+        held = vars(self.module)
+        for name in [name for name in held if _is_plain(name)]:
+            number = isinstance(held[name], (int, float)) and not isinstance(held[name], bool)
+            if says or number or next(leaves(held[name]), None) is not None:
+                if name in self._plain:
+                    held[name] = self._plain[name]
+                else:
+                    del held[name]
+        if says:
+            held.update(self._plain)
+            self._kept.put_back()
 
 
 class _Kept:
     """What containers, objects of user code and tensors hold."""
 
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
+    def __init__(self, seen: set[int]) -> None:
+        self._seen = seen
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
 
@@ -155,7 +202,7 @@ def _is_of_user(value: Any) -> bool:
     """Whether it is an object with attributes, of a class of none of the libraries whose objects a forward leaves as they are."""
     if isinstance(value, (nn.Module, type, ModuleType)) or inspect.isroutine(value) or not hasattr(value, "__dict__"):
         return False
-    return not type(value).__module__.startswith(LIBRARIES)
+    return not f"{type(value).__module__}.".startswith(LIBRARIES)
 
 
 def _holds(container: Any, content: Any) -> bool:
