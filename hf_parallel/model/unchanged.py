@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import operator
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from types import ModuleType
@@ -24,6 +25,7 @@ from hf_parallel.model.structure import leaves
 
 DEPTH: Final = 4  # of containers and objects in each other
 MOST: Final = 2**20  # elements of a tensor beside parameters and buffers whose values are kept
+MOST_ITEMS: Final = 1024  # of a container that are looked into
 SAMPLES: Final = 64  # elements of a parameter that are compared
 OF_TORCH: Final = frozenset(vars(nn.Module()))
 CONTAINERS: Final = (dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple)
@@ -142,7 +144,8 @@ class _Before:
         self.module = module
         self._plain = {name: value for name, value in vars(module).items() if _is_plain(name)}
         self._kept = _Kept(seen)
-        self._kept.walk(list(self._plain.values()), 0)
+        for value in self._plain.values():
+            self._kept.walk(value, 0)
 
     def put_back(self, *, says: bool) -> None:
         """Let it have the same again.
@@ -194,15 +197,19 @@ class _Kept:
             return
         if not isinstance(container, tuple):
             self._containers.append((container, copy.copy(container)))
+        if len(container) > MOST_ITEMS:  # a data set
+            return
         for item in container.values() if isinstance(container, dict) else container:
             self.walk(item, depth + 1)
 
 
 def _is_of_user(value: Any) -> bool:
-    """Whether it is an object with attributes, of a class of none of the libraries whose objects a forward leaves as they are."""
+    """Whether it is an object with attributes, of a class that is of none of these libraries, nor Python's (threads, queues)."""
     if isinstance(value, (nn.Module, type, ModuleType)) or inspect.isroutine(value) or not hasattr(value, "__dict__"):
         return False
-    return not f"{type(value).__module__}.".startswith(LIBRARIES)
+    module = type(value).__module__
+    is_of_python = module.partition(".")[0] in sys.stdlib_module_names and module != "types"
+    return not (is_of_python or f"{module}.".startswith(LIBRARIES))
 
 
 def _holds(container: Any, content: Any) -> bool:

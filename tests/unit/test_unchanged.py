@@ -67,6 +67,13 @@ class First(nn.Module):
         return x - self.mean
 
 
+def test_all_modules_are_put_back() -> None:
+    model = nn.Sequential(*(First(name) for _ in range(20) for name in STATES))
+    with unchanged(model):
+        model(torch.ones(3))
+    assert not any(layer.says(layer.ready) for layer in model)  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_what_begins_from_a_first_batch_begins_from_that(name: str) -> None:
     layer = First(name)
