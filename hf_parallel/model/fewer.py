@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from hf_parallel.compat.private_torch import module_hooks, own_modules
 from hf_parallel.compat.private_transformers import makes_inputs_trained
+from hf_parallel.model.libraries import LIBRARIES, STOCK, package_of
 from hf_parallel.model.meta import inputs_on_meta, on_meta
 from hf_parallel.model.record import Op, Record, record_forward
 from hf_parallel.model.stack import blocks_of, kind_of
@@ -27,10 +28,6 @@ from hf_parallel.model.structure import outline
 from hf_parallel.model.unchanged import unchanged
 
 
-STOCK = ("torch", "transformers")  # packages whose code does not depend on which block of a stack runs it
-LIBRARIES = frozenset(
-    {*STOCK, "accelerate", "bitsandbytes", "deepspeed", "hf_parallel", "liger_kernel", "peft", "torchao", "trl"}
-)
 # Ops that read values: what runs next may depend on weights, and then one batch does not show what another will run.
 READS_VALUES = ("_local_scalar_dense", "is_nonzero", "equal.default", "nonzero", "unique", "masked_select")
 
@@ -174,10 +171,10 @@ def is_stock(model: nn.Module) -> bool:
 def _is_stock_module(module: nn.Module) -> bool:
     functions = [type(module).forward, *(v for v in vars(module).values() if isinstance(v, CALLABLE))]
     return (
-        _package(type(module).__module__) in STOCK
+        package_of(type(module).__module__) in STOCK
         and "forward" not in vars(module)
         and all(makes_inputs_trained(hook) for hooks in module_hooks(module) for hook in hooks.values())
-        and all(_package(_home(function)) in STOCK for function in functions)
+        and all(package_of(_home(function)) in STOCK for function in functions)
     )
 
 
@@ -186,7 +183,7 @@ def has_users_code(model: nn.Module) -> bool:
     for module in model.modules():
         functions = [type(module).forward, *(hook for hooks in module_hooks(module) for hook in hooks.values())]
         functions += [vars(module)["forward"]] if "forward" in vars(module) else []
-        if any(_package(_home(function)) not in LIBRARIES for function in functions):
+        if any(package_of(_home(function)) not in LIBRARIES for function in functions):
             return True
     return False
 
@@ -198,10 +195,6 @@ def _home(function: Any) -> str:
     """The module whose code runs; a decorated function may carry the name of another."""
     inner = getattr(function, "__func__", function)
     return str(getattr(inner, "__globals__", {}).get("__name__", getattr(inner, "__module__", "")))
-
-
-def _package(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def kinds_of_blocks(model: nn.Module, record: Record) -> list[Kind] | None:

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from hf_parallel.compat.private_torch import own_buffers, version_of
 from hf_parallel.compat.private_transformers import FLAGS_OF_HOOKS
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.model.libraries import LIBRARIES, package_of
 from hf_parallel.model.structure import leaves
 
 
@@ -29,7 +30,6 @@ MOST_ITEMS: Final = 1024  # of a container that are looked into
 SAMPLES: Final = 64  # elements of a parameter that are compared
 OF_TORCH: Final = frozenset(vars(nn.Module()))
 CONTAINERS: Final = (dict, OrderedDict, defaultdict, Counter, list, set, deque, tuple)
-LIBRARIES: Final = ("torch.", "transformers.", "accelerate.", "hf_parallel.", "peft.")
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def refuse_written(model: nn.Module, names: Iterable[str]) -> None:
     """
     for name in names:
         parameter = model.get_parameter(name)
-        packed = not parameter.requires_grad and type(parameter) is not nn.Parameter  # by a package that quantises
+        packed = not parameter.requires_grad and type(parameter) is not nn.Parameter  # by one that quantises
         if not packed and _is_in_users_module(model, name):
             raise UnsupportedError(
                 f"the forward pass writes to parameter {name} (an initialisation from the first batch? a norm that is kept in place?). "
@@ -119,7 +119,7 @@ def refuse_written(model: nn.Module, names: Iterable[str]) -> None:
 def _is_in_users_module(model: nn.Module, name: str) -> bool:
     path = name.split(".")[:-1]
     around = (model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1))
-    return not all(f"{type(module).__module__}.".startswith(LIBRARIES) for module in around)
+    return not all(package_of(type(module).__module__) in LIBRARIES for module in around)
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -207,9 +207,8 @@ def _is_of_user(value: Any) -> bool:
     """Whether it is an object with attributes, of a class that is of none of these libraries, nor Python's (threads, queues)."""
     if isinstance(value, (nn.Module, type, ModuleType)) or inspect.isroutine(value) or not hasattr(value, "__dict__"):
         return False
-    module = type(value).__module__
-    is_of_python = module.partition(".")[0] in sys.stdlib_module_names and module != "types"
-    return not (is_of_python or f"{module}.".startswith(LIBRARIES))
+    package = package_of(type(value).__module__)
+    return package == "types" or package not in {*sys.stdlib_module_names, *LIBRARIES}
 
 
 def _holds(container: Any, content: Any) -> bool:

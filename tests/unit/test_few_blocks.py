@@ -18,6 +18,7 @@ from hf_parallel.engine.plan.shards import Shown
 from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.model import fewer as fewer_module
+from hf_parallel.model import unchanged as unchanged_module
 from hf_parallel.model.fewer import Fewer, fewer_blocks, with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.samples import tiny_samples
@@ -197,7 +198,9 @@ class Counting(nn.Module):
 
 def test_what_a_library_does_differently_for_one_block_is_seen_in_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks(Counting()) is None
-    monkeypatch.setattr(fewer_module, "STOCK", (*fewer_module.STOCK, __name__.partition(".")[0]))
+    library = __name__.partition(".")[0]
+    monkeypatch.setattr(fewer_module, "STOCK", (*fewer_module.STOCK, library))
+    monkeypatch.setattr(unchanged_module, "LIBRARIES", {*unchanged_module.LIBRARIES, library})
     assert blocks(Counting()) == (0, 1, 15)
     assert blocks(Counting(odd=7)) is None  # 7 runs otherwise than its place among fewer blocks
     assert blocks(Counting(peeks=True)) is None
@@ -291,7 +294,9 @@ def test_only_weights_that_no_forward_writes_to_are_compared_in_place(monkeypatc
     assert is_shared(model)
     hook(model)
     assert not is_shared(model)
-    monkeypatch.setattr(fewer_module, "STOCK", (*fewer_module.STOCK, __name__.partition(".")[0]))
+    library = __name__.partition(".")[0]
+    monkeypatch.setattr(fewer_module, "STOCK", (*fewer_module.STOCK, library))
+    monkeypatch.setattr(unchanged_module, "LIBRARIES", {*unchanged_module.LIBRARIES, library})
     assert is_shared(Counting())
     assert not is_shared(Writing())
 
