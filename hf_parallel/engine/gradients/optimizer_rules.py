@@ -210,8 +210,6 @@ def refuse_crossing_updates(
     kind, (anywhere, unknown, placed, drawn) = _named(optimizer), found.tolist()
     if anywhere:
         _refuse_crossing(optimizer, mesh)
-    if unknown:
-        _untried(optimizer, mesh, untried)
     if placed:
         raise UnsupportedError(
             f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of a parameter depends on the place of that "
@@ -219,6 +217,8 @@ def refuse_crossing_updates(
             f"own parameters only, counted from its first. Keep such tensors in optimizer.state[parameter], use one of "
             f"{known_names()}, or set pp_size to 1."
         )
+    if unknown:
+        _untried(optimizer, mesh, untried)
     if drawn:
         logger.warning(
             "hf_parallel: optimizer %s draws random numbers in its steps. With pp_size=%d each stage draws for its own parameters, so they "
