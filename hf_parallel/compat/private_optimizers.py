@@ -38,6 +38,11 @@ def own_step(optimizer: Optimizer) -> Any:
     return None if getattr(step, "__func__", step) is type(optimizer).step else step  # a loss scaler leaves it bound
 
 
+def is_of_loss_scaler(step: Any) -> bool:
+    """Whether accelerate has put a step on an optimizer, for as long as its loss scaler calls it."""
+    return getattr(step, "__module__", None) == "accelerate.optimizer"
+
+
 def steps_counted(scheduler: Any) -> int:
     """How often a learning rate scheduler was stepped, the step of its constructor included."""
     return int(scheduler._step_count)

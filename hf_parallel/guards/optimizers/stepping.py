@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hf_parallel.compat.private_optimizers import own_step, step_hooks
+from hf_parallel.compat.private_optimizers import is_of_loss_scaler, own_step, step_hooks
 
 
 def clears_both(optimizer: Optimizer, cleared: Callable[[bool], None]) -> None:
@@ -73,7 +73,7 @@ class OwnHooks:
 
     def _look(self) -> None:
         now = self._step_now()
-        if now != self._step:
+        if now != self._step and not is_of_loss_scaler(now[0]):
             self._refuse()
             self._step = now
 
