@@ -327,7 +327,6 @@ def record_forward(
         UnsupportedError: The forward writes to a parameter.
     """
     log = _OpLog(with_scalars)
-    weights = {log.number(parameter): name for name, parameter in model.named_parameters()}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     parameters = {name: log.number(t) for name, t in tensors}
     log.weights = frozenset(parameters.values())
@@ -338,7 +337,7 @@ def record_forward(
     finally:
         watcher.remove()
     written = {number for op in log.ops if not op.is_view for number in op.writes}
-    refuse_written(model, [weights[number] for number in written & weights.keys()])
+    refuse_written(model, [name for name, _ in model.named_parameters() if parameters.get(name) in written])
     ignored = set(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or CACHES)
     outputs = frozenset(log.number(t) for path, t in leaves(out) if not path or path[0][1] not in ignored)
     return Record(

@@ -86,12 +86,13 @@ def _facts(parameter: nn.Parameter) -> list[Any]:
 
 
 def _equal(now: list[Any], before: list[Any]) -> bool:
-    if len(now) != len(before):
-        return False
-    tensors = [pair for pair in zip(now, before, strict=True) if isinstance(pair[0], Tensor)]
-    return now[len(tensors) :] == before[len(tensors) :] and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) for a, b in tensors
-    )
+    return len(now) == len(before) and all(map(_same, now, before))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return type(one) is type(other) and bool(one == other)
 
 
 def refuse_written(model: nn.Module, names: Iterable[str]) -> None:

@@ -25,11 +25,8 @@ class Forwards:
         self._own = list(map(_own_forward, self._attributes))
         self._kinds = list(map(type, self._modules))
         self._of_kinds: dict[type, Any] = {kind: _forward_of(kind) for kind in set(self._kinds)}
-        self._run = self._running()
-
-    def _running(self) -> list[Any]:
-        pairs = zip(map(_own_forward, self._attributes), map(type, self._modules), strict=True)
-        return [_forward_of(kind) if own is None else own for own, kind in pairs]
+        pairs = zip(self._own, self._kinds, strict=True)
+        self._run = [self._of_kinds[kind] if own is None else own for own, kind in pairs]
 
     def replaced(self) -> list[str]:
         """Names of those that have run another forward until now."""
