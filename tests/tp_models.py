@@ -145,6 +145,7 @@ def assert_equal_to_one_process(got: dict[str, Tensor], expected: dict[str, Tens
 # Where a collective begins; on gloo two ranks sum small tensors, and all ranks parts of one, by messages to each other.
 BEGINNINGS: dict[str, list[tuple[Any, str]]] = {
     "all_reduce": [(dist, "all_reduce"), (private_collectives, "_SumOfTwo")],
+    "all_gather": [(private_collectives, "all_gather_flat")],
     "reduce_scatter": [(private_collectives, "_PartsToSum")],
 }
 

@@ -143,25 +143,33 @@ def all_reduce_flat(x: Tensor, group: ProcessGroup, *, async_op: bool = True) ->
     return work
 
 
-def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Pending | None:
+def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup, *, async_op: bool = True) -> Pending | None:
     """Begin to gather the ranks' `mine`, f[n], into `whole`, f[N n], of which it may be this rank's part.
 
-    gloo's own copies all of it once more (torch 2.13), so two ranks send each other theirs.
+    gloo's own copies all of it once more (torch 2.13), so two ranks send each other theirs. `async_op` as of torch.
     """
     if group.size() != 2 or mine.nbytes < WORTH_MESSAGES or not _sends_by_gloo(mine, group):
-        return _gather(whole, mine, group)
+        return _gather(whole, mine, group, async_op=async_op)
     parts, rank = whole.view(2, -1), group.rank()
     if parts[rank].data_ptr() != mine.data_ptr():
         parts[rank].copy_(mine)
     return Exchange([(mine, 1 - rank)], [(parts[1 - rank], 1 - rank)], group)
 
 
-def _gather(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
+def all_gather_new(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The ranks' `x`, all of one shape, in rank order in new memory, [N, ...]; NCCL would copy each of a list once more."""
+    x = x.contiguous()
+    everyone = x.new_empty((group.size(), *x.shape))
+    wait_for(all_gather_flat(everyone.view(-1), x.view(-1), group, async_op=False), group)
+    return everyone
+
+
+def _gather(whole: Tensor, mine: Tensor, group: ProcessGroup, *, async_op: bool) -> Work | None:
     """The same by one collective; torch 2.13 gave the function another name."""
     import torch.distributed as dist
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: Work | None = gather(whole, mine, group=group, async_op=True)
+    work: Work | None = gather(whole, mine, group=group, async_op=async_op)
     return work
 
 
@@ -222,9 +230,7 @@ def rows_of_ranks(mine: Tensor, group: ProcessGroup) -> Tensor:
     An all-reduce of gloo sends two messages one after the other for each of these (torch 2.13): twice the wait over a slow network.
     """
     rows = mine.reshape(1, -1).repeat(group.size(), 1)
-    work = _gather(rows.view(-1), mine.reshape(-1), group)
-    if work is not None:
-        work.wait()
+    _gather(rows.view(-1), mine.reshape(-1), group, async_op=False)
     return rows
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.compat.private_collectives import Exchange
+from hf_parallel.compat.private_collectives import Exchange, all_gather_new
 from hf_parallel.mesh import backend_for
 from hf_parallel.monitor.recorder import Recorder, silent
 
@@ -75,11 +75,9 @@ class SequenceGroup:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """The ranks' `x`, all of one shape, in rank order; outside autograd."""
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._recorded(x):
-            dist.all_gather(parts, x, group=self.bare)
-        return parts
+            everyone = all_gather_new(x, self.bare)
+        return list(everyone.unbind())
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of the ranks' `x` in new memory; outside autograd."""

@@ -134,6 +134,19 @@ class ByAutograd(Trainer):
         return loss.detach()
 
 
+class FillsByAutograd(Trainer):
+    """Takes zeros for what `torch.autograd.grad` finds no way to, as meta-learning code does."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+        ):
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+        return loss.detach()
+
+
 class CallsBase(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = model.model(input_ids=inputs["input_ids"])[0]
@@ -146,7 +159,7 @@ def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
 
 CALLBACKS = (Prunes, PrunesByMeans, NamedNoise, SeededNoise, DrawsAnew, Averages, Counts, Casts, SmallerHead)
 user_steps.KINDS |= {kind.__name__: (Trainer, adding(kind)) for kind in CALLBACKS}
-user_steps.KINDS |= {kind.__name__: (kind, {}) for kind in (ClipsEachBatch, ByAutograd, CallsBase)}
+user_steps.KINDS |= {kind.__name__: (kind, {}) for kind in (ClipsEachBatch, ByAutograd, FillsByAutograd, CallsBase)}
 user_steps.KINDS["ClipsOfFrozenHalf"] = (Trainer, adding(ClipsOfFrozenHalf) | {"prepare": freeze_half})
 TIED = {"model": "llama_tied"}
 READ = "numbers of the parameters of several blocks"
@@ -154,6 +167,7 @@ NUMBERS, NOISE = (
     "is changed in a callback by numbers made of the parameters of",
     "that a callback draws one after another",
 )
+GIVEN_AWAY = "parallelized model's forward, torch.autograd.grad gave them"
 # Kind, settings, more, and what an error says; none where the run must be that of one process.
 JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "prunes_pp2": ("Prunes", PP2, {}, NUMBERS),
@@ -179,6 +193,8 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "casts_dp2": ("Casts", {}, {}, "was cast from torch.float32 to torch.float64"),
     "smaller_head_tp2": ("SmallerHead", TP2, {}, "was replaced or taken out after the model was prepared"),
     "autograd_pp2": ("ByAutograd", PP2, {}, "torch.autograd.grad of a loss with pp_size=2"),
+    "autograd_filled_pp2": ("FillsByAutograd", PP2, {}, GIVEN_AWAY),
+    "autograd_filled_zero3": ("FillsByAutograd", {"zero": {"stage": 3}}, {}, GIVEN_AWAY),
     "base_pp2": ("CallsBase", PP2, {}, "Call the whole model and no part of it"),
 }
 # Slow: what another job of the same user code shows on another axis, or of a tied model.
@@ -238,4 +254,4 @@ def test_refused(job: str, tmp_path: Path) -> None:
     name, _, _, error = JOBS[job]
     for rank in launched({job: on_two(job)}, 2, tmp_path / "2")[job]:
         assert error in str(rank["error"])
-        assert rank["steps"] == (0 if name in ("ByAutograd", "CallsBase") else 1)
+        assert rank["steps"] == (0 if name in ("ByAutograd", "FillsByAutograd", "CallsBase") else 1)

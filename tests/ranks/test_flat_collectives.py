@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hf_parallel.compat.private_collectives import (
     WORTH_HALVES,
     WORTH_MESSAGES,
     all_gather_flat,
+    all_gather_new,
     all_reduce_flat,
     reduce_scatter_flat,
 )
@@ -52,6 +55,25 @@ def gathering_rank(rank: int, world_size: int) -> dict[str, int]:
             assert torch.equal(apart, wanted)
     dist.batch_isend_irecv = batch
     return dict(calls)
+
+
+def stacking_rank(rank: int, world_size: int) -> None:
+    lists = mock.Mock(side_effect=AssertionError("NCCL copies what it gathers into a list once more"))
+    with mock.patch.object(dist, "all_gather", lists):
+        for dtype in (torch.float32, torch.bfloat16, torch.int32):
+            for shape in ((), (3, 2), (4, LARGE)):
+                rows = [
+                    values(other, math.prod(shape), torch.float32).mul(9).view(shape).to(dtype)
+                    for other in range(world_size)
+                ]
+                assert torch.equal(all_gather_new(rows[rank], dist.group.WORLD), torch.stack(rows))  # type: ignore[arg-type]
+        across = all_gather_new(rows[rank].mT, dist.group.WORLD)  # type: ignore[arg-type]
+        assert torch.equal(across, torch.stack([row.mT for row in rows]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_gather_tensors_of_any_shape_into_one_buffer(world_size: int, tmp_path: Path) -> None:
+    run_ranks(stacking_rank, world_size, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize(("world_size", "calls"), [(2, {"messages": 2 * (2 + 2 + 1)}), (3, {})])

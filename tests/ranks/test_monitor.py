@@ -264,14 +264,17 @@ def counted(
     import torch.distributed as dist
 
     from hf_parallel.compat import private_collectives
+    from hf_parallel.tensor_parallel.run import functions
+    from hf_parallel.ulysses import exchange
 
     handed, steps = [0], []
-    places = {"all_reduce": dist, "all_gather": dist, "all_to_all_single": dist, "_SumOfTwo": private_collectives}
-    for name, place in places.items():
+    gathers = [(functions, "all_gather_new"), (exchange, "all_gather_new")]
+    places = [(dist, "all_reduce"), (private_collectives, "_SumOfTwo"), (dist, "all_to_all_single"), *gathers]
+    for place, name in places:
         own = getattr(place, name)
 
         def counting(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
-            tensor = args[0] if name in ("all_reduce", "_SumOfTwo") else args[1]
+            tensor = args[1] if name == "all_to_all_single" else args[0]
             # Else it is no layer's: losses, norms, digests.
             if name == "all_to_all_single" or (tensor.ndim > 1 and tensor.dtype == torch.float32):
                 handed[0] += tensor.nbytes

@@ -63,6 +63,7 @@ class GradientSync:
     Attributes:
         settings: Of the optimizers.
         in_window: Whether the last backward pass was not the last of its step.
+        given_away: Whether the last backward pass was `torch.autograd.grad`, which leaves no gradients here.
         total_norm: Of the full model's gradient, whatever is shown of it.
         before_write: Called when an optimizer is about to write to the parameters.
     """
@@ -84,7 +85,7 @@ class GradientSync:
         self._weights: WeightGuard | None = None
         self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self._parameters.items()}
         self._shown_parts: ShownOptimizer | None = None
-        self.in_window = False
+        self.in_window = self.given_away = False
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.settings = OptimizerSettings(mesh, parameters)
@@ -429,9 +430,8 @@ class GradientSync:
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.replicas.sharded is not None:
-            left = (
-                self.in_window
-            )  # `fully_shard` has averaged them all the same: the step would be another one than asked for
+            # `fully_shard` has averaged them all the same: the step would be another one than asked for.
+            left = self.in_window or self.given_away
         if left or not self.arrivals.use(updated):
             raise UnsupportedError(
                 "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "

@@ -342,7 +342,8 @@ class DirectEngine(Engine):
 
     def _during_backward(self, gradient: torch.Tensor) -> None:
         if not self._queued:
-            if self._gives_gradients_away():
+            self.gradients.given_away = self._gives_gradients_away()
+            if self.gradients.given_away and self.gradients.replicas.sharded is None:
                 return
             self._begun = self.recorder.mark()
         if self.mesh.mp_group is not None and gradient.is_floating_point():
@@ -351,9 +352,12 @@ class DirectEngine(Engine):
 
     def _gives_gradients_away(self) -> bool:
         """Whether user code called `torch.autograd.grad`: what it assigns to `p.grad` is refused at the step, not averaged."""
-        if self.gradients.replicas.sharded is not None:  # then the leaves are others, of which torch gives no `p.grad`
-            return False
-        return gives_gradients_away(p for p in self.attachment.parameters.values() if p.requires_grad)
+        trained = (p for p in self.attachment.parameters.values() if p.requires_grad)
+        sharded = self.gradients.replicas.sharded
+        if sharded is None:
+            return gives_gradients_away(trained)
+        leaves = map(sharded.gathered_of, trained)  # torch finds no way to the parts
+        return gives_gradients_away(leaf for leaf in leaves if leaf is not None)
 
     def before_end(self) -> None:
         """The backward pass is over; microbatches count from the step's first."""

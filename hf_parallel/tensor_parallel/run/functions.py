@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from hf_parallel.compat.private_collectives import all_reduce_flat, wait_for
+from hf_parallel.compat.private_collectives import all_gather_new, all_reduce_flat, wait_for
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.layout import split_units
@@ -323,10 +323,8 @@ def gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
     """The ranks' `x`, all of one shape, in rank order; outside autograd. One all-gather."""
     if isinstance(group, VirtualGroup):
         return group.exchange(x)
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    communicate(group, x.nbytes, lambda bare: dist.all_gather(parts, x, group=bare))
-    return parts
+    everyone = communicate(group, x.nbytes, lambda bare: all_gather_new(x, bare))
+    return list(everyone.unbind())
 
 
 class _CopyToTP(torch.autograd.Function):
