@@ -164,7 +164,11 @@ class HFParallelTrainerMixin(CheckpointMixin):
                 fetched = super().get_batch_samples(read, num_batches, device)
                 if later and not fetched[0]:
                     break  # the epoch ends
-                later.append((*fetched, self._announced(fetched[0])))
+                if ahead is not None:
+                    ahead.refuse_short(len(fetched[0]), num_batches)
+                # Stock takes no step after a window that a stream's end cuts short: its gradients stay for the next window.
+                steps = len(fetched[0]) == num_batches and not (pipeline and pipeline.gradients.in_window)
+                later.append((*fetched, self._announced(fetched[0]) if steps else []))
             samples, num_items, self._hf_parallel_window = later.popleft()
             if monitor is not None:
                 monitor.read(samples)

@@ -140,6 +140,83 @@ def test_optimizers_that_ask_for_gradients_are_given_them() -> None:
     assert crosses_parameters(Sharpness(parameters(), lr=1e-2)) is True
 
 
+class Polyak(torch.optim.SGD):
+    """Steps by the loss over the norm of all gradients, as AliG does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        rate = float(loss) / sum(float(p.grad.square().sum()) for p in self.param_groups[0]["params"])
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad, alpha=rate)
+        return loss
+
+
+class Distance(torch.optim.SGD):
+    """Moves no further than it must before its estimate over all gradients has grown, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            seen = sum(float(p.grad.square().sum()) for p in group["params"])
+            group["seen"] = group.get("seen", 0.0) + seen
+            group["scale"] = max(group.get("scale", 1e-6), 1e-9 * group["seen"])
+            with torch.no_grad():
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad.sign(), alpha=group["scale"])
+
+
+class Modes(torch.optim.SGD):
+    """Steps in training mode alone, as schedule-free optimizers do."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.is_training:
+            raise RuntimeError("Please insert .train() and .eval() calls")
+        return super().step(closure)
+
+
+class Forgets(torch.optim.SGD):
+    """Leaves out of copies what its step reads."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self.state, "param_groups": self.param_groups}
+
+    def step(self, closure: Any = None) -> Any:
+        assert "lr" in self.defaults
+        return super().step(closure)
+
+
+class Waits(torch.optim.SGD):
+    """Does nothing for long."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+def test_rates_by_the_loss_are_found() -> None:
+    assert crosses_parameters(Polyak(parameters(), lr=1.0)) is True
+
+
+def test_numbers_of_groups_that_all_gradients_make_are_found_before_they_matter() -> None:
+    assert crosses_parameters(Distance(parameters(), lr=1.0)) is True
+
+
+@pytest.mark.parametrize("kind", [Modes, Forgets])
+def test_a_copy_is_as_a_step_needs_it(kind: Any) -> None:
+    optimizer = kind(parameters(), lr=1e-2)
+    assert crosses_parameters(optimizer) is False
+    assert not getattr(optimizer, "is_training", False)
+
+
+def test_what_does_not_move_is_not_believed() -> None:
+    with pytest.raises(CannotTry, match="moved none"):
+        crosses_parameters(Waits(parameters(), lr=1e-2))
+
+
 def test_what_cannot_be_tried_says_why() -> None:
     with pytest.raises(CannotTry) as found:
         crosses_parameters(Locked(parameters(), lr=1e-2))

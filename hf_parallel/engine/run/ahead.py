@@ -48,6 +48,13 @@ NOT_ANNOUNCED = (
     "num_items_in_batch, and gradient_accumulation_steps as it is within an epoch, or set pipeline.schedule to 1f1b."
 )
 
+CUT_SHORT = (
+    "a stream of training batches ended after {found} of {asked} batches of a step (gradient_accumulation_steps), with "
+    "pipeline.schedule={name}: stock Trainer takes no step after them and keeps their gradients, but the next batches are in the "
+    "pipeline already. Give the dataset a length or a multiple of the rows of a step, set gradient_accumulation_steps to 1, or "
+    "pipeline.schedule to 1f1b."
+)
+
 
 @dataclass
 class _Begun:
@@ -331,6 +338,15 @@ class Ahead:
     def not_announced(self) -> str:
         """What to say of a training forward that was not announced."""
         return NOT_ANNOUNCED.format(name=self.name, methods=", ".join(AFTER_DATA[:4]))
+
+    def refuse_short(self, found: int, asked: int) -> None:
+        """If the data loader gave some, but not all batches of a step.
+
+        Raises:
+            UnsupportedError: It did.
+        """
+        if 0 < found < asked:
+            raise UnsupportedError(CUT_SHORT.format(found=found, asked=asked, name=self.name))
 
     def _before_write(self) -> None:
         """An optimizer writes to the parameters next."""

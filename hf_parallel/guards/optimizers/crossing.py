@@ -30,11 +30,11 @@ STEPS = 4  # some begin to limit when they have seen a few
 
 
 class CannotTry(Exception):
-    """A copy of an optimizer does not step on tiny parameters; its cause says why."""
+    """A copy of an optimizer does not step on tiny parameters, or moves none of them; its cause says why."""
 
 
 def crosses_parameters(optimizer: optim.Optimizer) -> bool:
-    """Whether half of its parameters move differently when the gradients of the other half are different.
+    """Whether half of its parameters move differently when the gradients of the other half are different, or numbers of its groups do.
 
     Neither the optimizer nor its parameters are changed; random states are put back.
 
@@ -44,16 +44,22 @@ def crosses_parameters(optimizer: optim.Optimizer) -> bool:
     Raises:
         CannotTry: That cannot be found out.
     """
+    any_moved = False
     try:
         with _own_numbers(optimizer):
             for size in SIZES:
-                mine, others = (_moves(optimizer, size, factor)[::2] for factor in (1.0, OTHERS))
-                if _differ(mine, others):
+                (mine, numbers), (theirs, other_numbers) = (
+                    _steps(optimizer, size, factor) for factor in (1.0, OTHERS)
+                )
+                if _differ(mine[::2], theirs[::2]) or numbers != other_numbers:
                     return True
+                any_moved = any_moved or any(bool(moved.any()) for moved in mine)
     except CannotTry:
         raise
     except Exception as error:  # code of the user's, on a copy, may raise anything
         raise CannotTry(f"{type(error).__name__}: {error}") from error
+    if not any_moved:
+        raise CannotTry("its steps moved none of the parameters")
     return False
 
 
@@ -125,8 +131,15 @@ def _differ(moved: list[Tensor], others: list[Tensor]) -> bool:
     return any(not torch.allclose(a, b, rtol=TOLERANCE, atol=1e-9) for a, b in zip(moved, others, strict=True))
 
 
-def _moves(optimizer: optim.Optimizer, size: float = 1.0, others: float = 1.0, without: int = 0) -> list[Tensor]:
-    """How parameters moved in a few steps.
+def _moves(optimizer: optim.Optimizer, without: int = 0) -> list[Tensor]:
+    """How parameters moved in a few steps; so many are taken out first."""
+    return _steps(optimizer, without=without)[0]
+
+
+def _steps(
+    optimizer: optim.Optimizer, size: float = 1.0, others: float = 1.0, without: int = 0
+) -> tuple[list[Tensor], list[dict[str, float]]]:
+    """How parameters moved in a few steps, and the numbers of the groups after them.
 
     Args:
         optimizer: Which is copied.
@@ -151,13 +164,22 @@ def _moves(optimizer: optim.Optimizer, size: float = 1.0, others: float = 1.0, w
         def gives_gradients(drawn: list[Tensor] = drawn) -> Tensor:
             for parameter, gradient in zip(parameters, drawn, strict=True):
                 parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
-            return torch.zeros(())
+            return torch.ones(())  # some multiply with it (Polyak's step)
 
         gives_gradients()
         torch.manual_seed(0)
         _step(stepper, gives_gradients)
     moved = [p.detach().double() - b for p, b in zip(parameters, before, strict=True)]
-    return moved[without:]
+    return moved[without:], [_numbers(group) for group in stepper.param_groups]
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, float]:
+    """What a group has beside its parameters that may be computed from gradients: Prodigy's factors grow after many steps."""
+    return {
+        name: float(value)
+        for name, value in group.items()
+        if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
 
 
 def _step(optimizer: optim.Optimizer, closure: Callable[[], Any]) -> None:
@@ -188,8 +210,9 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
             memo[id(parameter)] = small
             made.append(small)
         groups.append([small for small in made if small.requires_grad][:MOST])
-    stepper = copy.copy(optimizer)
-    vars(stepper).clear()
+    stepper = object.__new__(
+        type(optimizer)
+    )  # `copy.copy` asks its `__getstate__`, which may leave out what a step reads
     for name, value in vars(optimizer).items():
         if name == "step":  # a scheduler's, of the real one
             continue
@@ -207,4 +230,6 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
     if len(parameters) == 1:
         parameters.append(nn.Parameter(parameters[0].detach().clone()))
         next(group for group in stepper.param_groups if group["params"])["params"].append(parameters[1])
+    if callable(getattr(stepper, "train", None)):  # schedule-free optimizers step in no other mode
+        stepper.train()  # type: ignore[attr-defined]
     return stepper, parameters
