@@ -211,6 +211,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             prepared.watchdog = self.hf_parallel.watchdog
             prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
             config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
+            prepared.replicas = None if config.local_sgd.sync_every > 1 else self.hf_parallel.mesh.dp_group
             prepared.is_part = shape.mp_size * shape.ep_size > 1 or (shape.num_copies > 1 and config.zero.stage > 0)
         return prepared
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from torch.distributed import ProcessGroup
 
 from hf_parallel.compat.private_optimizers import count_step, steps_counted
 from hf_parallel.engine.gradients.sync import GradientSync
@@ -23,6 +26,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     own_hooks: OwnHooks
     is_part: bool
     watchdog: Watchdog
+    replicas: ProcessGroup | None
 
     @property
     def param_groups(self) -> Any:
@@ -65,8 +69,10 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().load_state_dict(plain_state(state_dict))
 
     def step(self, closure: Any = None) -> None:
-        """As stock."""
+        """As stock; what a closure returns is the mean of the replicas' losses, as gradients are: each would step by its own."""
         self.own_hooks.begin()
+        if closure is not None and self.replicas is not None:
+            closure = functools.partial(_averaged, closure, self.replicas)
         if self.gradient_state.sync_gradients and self.scaler is not None:
             self.gradients.before_update()
         if not self.gradient_state.sync_gradients:
@@ -75,6 +81,16 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         with self.gradients.recorder.span("optimizer"):
             super().step(closure)
         self.watchdog.ends_step()
+
+
+def _averaged(closure: Any, replicas: ProcessGroup) -> Any:
+    loss = closure()
+    if loss is None:
+        return None
+    mean = torch.as_tensor(loss).detach().to(torch.float64, copy=True)
+    dist.all_reduce(mean, group=replicas)
+    mean /= replicas.size()
+    return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
 
 
 class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]

@@ -125,9 +125,29 @@ def clipped_with_warm_up(loop: Loop) -> None:
     trained(loop, lambda step: schedule.step())
 
 
+class Polyak(torch.optim.SGD):
+    """Steps by the loss over the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        (group,) = self.param_groups
+        norm = torch.stack([p.grad.square().sum() for p in group["params"] if p.grad is not None]).sum()
+        group["lr"] = 0.1 * float(loss) / float(norm)
+        super().step()
+        return loss
+
+
+def by_the_loss(loop: Loop) -> None:
+    asking(loop, Polyak(loop.model.parameters(), lr=1.0))
+
+
 def with_closure(loop: Loop) -> None:
     """An optimizer that asks for gradients itself, and searches by the norm of all."""
-    loop.prepare(torch.optim.LBFGS(loop.model.parameters(), lr=1e-2, max_iter=1))
+    asking(loop, torch.optim.LBFGS(loop.model.parameters(), lr=1e-2, max_iter=1))
+
+
+def asking(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
+    loop.prepare(optimizer)
     for step in range(STEPS):
 
         def closure(step: int = step) -> torch.Tensor:
@@ -284,6 +304,7 @@ BODIES: dict[str, Callable[[Loop], None]] = {
         clipped,
         clips_later,
         clips_when_told,
+        by_the_loss,
         with_closure,
         with_a_step_of_its_own,
         with_a_later_step,
@@ -313,7 +334,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "clipped": {"dp2": "", "pp2": CROSSES},
     "clips_later": {"dp2": "", "pp2": CROSSES},
     "clips_when_told": {"dp2": "", "pp2": CROSSES},
-    "with_closure": {"pp2": CROSSES},
+    "by_the_loss": {"dp2": "", "pp2": CROSSES, "zero1": WHOLE},
+    "with_closure": {"dp2": "", "pp2": CROSSES},
     "with_a_step_of_its_own": {"dp2": "", "pp2": "", "zero1": WHOLE, "tp2": WHOLE},
     "with_a_later_step": {"dp2": "", "pp2": "", "zero1": WHOLE, "zero3": WHOLE, "tp2": WHOLE},
     "with_an_update_of_its_own": {"dp2": "", "pp2": "", "zero1": WHOLE, "tp2": WHOLE},

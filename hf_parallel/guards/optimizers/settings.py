@@ -183,7 +183,7 @@ class OptimizerSettings:
             f"{key} of parameter group {index} of the optimizer is {said}: these ranks update parts of one model, which "
             "would be changed unlike each other. Code of a callback, a Trainer subclass or a loop changes param_groups, or steps the "
             "scheduler, on some ranks only (`if state.is_world_process_zero:`, `if accelerator.is_main_process:`). Do it on every "
-            "rank."
+            "rank; if the optimizer's own step computes it from gradients, use another optimizer."
         )
 
 
