@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hf_parallel.checkpoints import memory
-from hf_parallel.errors import CheckpointError
+from hf_parallel.errors import CheckpointError, UnsupportedError
 from hf_parallel.mesh import Mesh
 
 
@@ -98,7 +98,7 @@ def everyone(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:
     who = f"{mesh.describe()}: " if mesh.shape.world_size > 1 else ""
-    if isinstance(error, CheckpointError) and not writes:
+    if isinstance(error, UnsupportedError) or (isinstance(error, CheckpointError) and not writes):
         return f"{who}{error}"
     what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if not writes:

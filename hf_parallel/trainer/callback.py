@@ -19,7 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
+from hf_parallel.checkpoints.agree import raise_anywhere
+from hf_parallel.checkpoints.state.lost import what_is_lost
 from hf_parallel.checkpoints.weights.unread import unread_of
 from hf_parallel.compat.private_transformers import calling_trainer, trainer_internals
 from hf_parallel.deepspeed.trainer import (
@@ -51,6 +54,7 @@ from hf_parallel.trainer.monitoring import MonitorCallback
 from hf_parallel.trainer.of_trl import problems_of, sample_of
 from hf_parallel.trainer.placing import sent_by
 from hf_parallel.trainer.plugin import HFParallelPlugin
+from hf_parallel.trainer.prepared import bare_optimizer
 from hf_parallel.trainer.restarts import refuse_memory
 from hf_parallel.worker import prepare_engine
 
@@ -187,6 +191,9 @@ class HFParallelCallback(TrainerCallback):
                 logger.info("hf_parallel: %s", line)
         if self.session is not None and self.session.engine is not None:
             self.session.engine.gradients.replicas.plan_steps(state.max_steps, state.global_step)
+            optimizer = kwargs.get("optimizer")
+            if optimizer is not None and args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+                raise_anywhere(what_is_lost(bare_optimizer(optimizer), later=True))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -40,6 +40,7 @@ from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.model_folder import whole_state, write_model
+from hf_parallel.trainer.prepared import bare_optimizer
 
 
 LISTING = "hf_parallel_state.json"
@@ -88,7 +89,7 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
         with together(mesh, folder):
             part.mkdir(exist_ok=True)
         with waiting("waits for the other ranks to write the training state"):
-            taken = snapshot(part, holdings_of(accelerator), _bare(optimizer), step)
+            taken = snapshot(part, holdings_of(accelerator), bare_optimizer(optimizer), step)
             for place in _scheduling(accelerator, optimizer):
                 schedulers[place] = taken.groups.whole(schedulers[place])
             write_snapshot(part, taken, mesh)
@@ -154,7 +155,7 @@ def _common(accelerator: HFParallelAccelerator) -> dict[str, Any]:
 def _scheduling(accelerator: HFParallelAccelerator, optimizer: Any) -> list[int]:
     """Places of the schedulers that set the rates of an optimizer."""
     bare = [getattr(each, "scheduler", each) for each in prepared_by(accelerator).schedulers]
-    return [place for place, each in enumerate(bare) if _bare(each.optimizer) is _bare(optimizer)]
+    return [place for place, each in enumerate(bare) if bare_optimizer(each.optimizer) is bare_optimizer(optimizer)]
 
 
 def _put_in_place(folder: Path, staging: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> None:
@@ -231,7 +232,7 @@ def load_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
     with waiting("waits for the other ranks to read the training state"), together(mesh, folder, writes=False):
         parts = _read(folder / PARTS)
         for index, optimizer in enumerate(prepared.optimizers):
-            resumed = load_training_state(_part(folder, index), holdings, _bare(optimizer))
+            resumed = load_training_state(_part(folder, index), holdings, bare_optimizer(optimizer))
             for place in _scheduling(accelerator, optimizer):
                 if place < len(parts["schedulers"]):
                     own = prepared.schedulers[place].state_dict()
@@ -352,9 +353,3 @@ def _take_own(accelerator: HFParallelAccelerator, states: Mapping[str, Any], sam
 
 def _part(folder: Path, index: int) -> Path:
     return folder if index == 0 else folder / f"optimizer_{index}"
-
-
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -83,6 +83,13 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.watchdog.ends_step()
 
 
+def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """What was prepared; an optimizer of the user's around another one is not taken off: it has state of its own."""
+    while isinstance(optimizer, AcceleratedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def _averaged(closure: Any, replicas: ProcessGroup) -> Any:
     loss = closure()
     if loss is None:

@@ -25,6 +25,7 @@ from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.trainer.flags import agree_on_flags
 from hf_parallel.trainer.model_folder import is_whole, state_to_write
+from hf_parallel.trainer.prepared import bare_optimizer
 
 
 if TYPE_CHECKING:
@@ -67,10 +68,7 @@ class SavingMixin(Base):
         return self.hf_parallel_session is not None or self._hf_parallel_alone
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: Any = self.optimizer
-        while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        return optimizer
+        return bare_optimizer(self.optimizer)
 
     @contextmanager
     def _together(self, folder: Path, what: str, *, writes: bool = True) -> Iterator[None]:

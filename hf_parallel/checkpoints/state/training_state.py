@@ -22,6 +22,7 @@ from hf_parallel.checkpoints.state.dcp import INDEX, TensorIndex, save_pieces
 from hf_parallel.checkpoints.state.description import DESCRIPTION, FORMAT, TENSORS, read_description
 from hf_parallel.checkpoints.state.groups import Groups
 from hf_parallel.checkpoints.state.groups import together as groups_together
+from hf_parallel.checkpoints.state.lost import what_is_lost
 from hf_parallel.checkpoints.state.optimizer import OptimizerView, Place, decode, state_pieces
 from hf_parallel.checkpoints.state.pieces import Piece
 from hf_parallel.checkpoints.state.residuals import (
@@ -36,7 +37,7 @@ from hf_parallel.checkpoints.state.residuals import (
 )
 from hf_parallel.checkpoints.state.restore import SavedState, restore
 from hf_parallel.data_parallel.replicas import Replicas
-from hf_parallel.errors import CheckpointError
+from hf_parallel.errors import CheckpointError, UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
@@ -154,6 +155,9 @@ def snapshot(
     view, place, replicas = holdings.view(optimizer), holdings.place(), holdings.replicas
     wire = replicas.wire if replicas is not None and keeps_debt(holdings.compression) else None
     with together(holdings.mesh, folder):
+        lost = what_is_lost(view.optimizer)
+        if lost is not None:
+            raise UnsupportedError(lost)
         pieces, numbers = state_pieces(view, place)
         owned = [[n for n in group if place.owns(holdings.ledger.entries[n])] for group in view.group_names]
         if wire is not None:

@@ -61,6 +61,20 @@ def drop_others(optimizer: torch.optim.Optimizer, live: Iterable[nn.Parameter]) 
     return had_others
 
 
+def refuse_updates_in_backward(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """LOMO writes to weights in hooks on gradients.
+
+    Raises:
+        UnsupportedError: The gradients are those of one of several ranks.
+    """
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] == "lomo_optim"]
+    if kinds and mesh.shape.world_size > 1:
+        raise UnsupportedError(
+            f"optimizer {_named(optimizer)} on {mesh.shape.world_size} ranks: it updates weights while the backward pass runs, by this "
+            f"rank's gradients, which are not summed yet. Use one of {known_names()}, or train in one process."
+        )
+
+
 def refuse_whole_tensor_updates(
     optimizer: torch.optim.Optimizer,
     ledger: Ledger,

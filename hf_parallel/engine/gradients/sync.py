@@ -28,6 +28,7 @@ from hf_parallel.engine.gradients.optimizer_rules import (
     drop_others,
     refuse_crossing_now,
     refuse_crossing_updates,
+    refuse_updates_in_backward,
     refuse_whole_tensor_updates,
     watch_later_steps,
 )
@@ -336,6 +337,7 @@ class GradientSync:
             refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
             refuse_crossing_now(optimizer, self._mesh)
 
+        refuse_updates_in_backward(optimizer, self._mesh)
         partitions = self.replicas.partitions
         hooks = OwnHooks(optimizer, refuse_later)
         if self._mesh.parts.size > 1:

@@ -89,6 +89,32 @@ def draws_numbers(optimizer: optim.Optimizer) -> bool:
         return False
 
 
+def stepped_copy(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """A copy on tiny parameters after a step, whose state has what that of `optimizer` will have, but for the sizes.
+
+    As `crosses_parameters`.
+
+    Raises:
+        CannotTry: It does not step.
+    """
+    try:
+        with _own_numbers(optimizer):
+            stepper, parameters = _tiny(optimizer)
+
+            def gives_gradients() -> Tensor:
+                for parameter in parameters:
+                    parameter.grad = torch.ones_like(parameter)
+                return torch.ones(())
+
+            gives_gradients()
+            _step(stepper, gives_gradients)
+            return stepper
+    except CannotTry:
+        raise
+    except Exception as error:  # as above
+        raise CannotTry(f"{type(error).__name__}: {error}") from error
+
+
 @contextmanager
 def _own_numbers(optimizer: optim.Optimizer) -> Iterator[torch.device]:
     """Inside, random numbers are drawn that change none of those outside; gives the device of the parameters."""
@@ -210,18 +236,7 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
             memo[id(parameter)] = small
             made.append(small)
         groups.append([small for small in made if small.requires_grad][:MOST])
-    stepper = object.__new__(
-        type(optimizer)
-    )  # `copy.copy` asks its `__getstate__`, which may leave out what a step reads
-    for name, value in vars(optimizer).items():
-        if name == "step":  # a scheduler's, of the real one
-            continue
-        if is_hook_table(name):  # hooks mean the real one
-            vars(stepper)[name] = type(value)()
-        elif name == "state":
-            vars(stepper)[name] = type(value)(value.default_factory)
-        else:
-            vars(stepper)[name] = copy.deepcopy(value, memo)
+    stepper = _copy_of(optimizer, memo)
     for group, members in zip(stepper.param_groups, groups, strict=True):
         group["params"] = members
         if "lr" in group and not group["lr"]:
@@ -233,3 +248,35 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
     if callable(getattr(stepper, "train", None)):  # schedule-free optimizers step in no other mode
         stepper.train()  # type: ignore[attr-defined]
     return stepper, parameters
+
+
+def _copy_of(optimizer: optim.Optimizer, memo: dict[int, Any]) -> optim.Optimizer:
+    stepper = object.__new__(
+        type(optimizer)
+    )  # `copy.copy` asks its `__getstate__`, which may leave out what a step reads
+    for name, value in vars(optimizer).items():
+        if name == "step":  # a scheduler's, of the real one
+            continue
+        if is_hook_table(name):  # hooks mean the real one
+            vars(stepper)[name] = type(value)()
+        elif name == "state":
+            vars(stepper)[name] = type(value)(value.default_factory)
+            vars(stepper)[name].update(_before_steps(value, memo))
+        elif _is_singleton(value):  # of bitsandbytes, which knows the model
+            vars(stepper)[name] = value
+        else:
+            vars(stepper)[name] = copy.deepcopy(value, memo)
+    return stepper
+
+
+def _before_steps(state: Any, memo: dict[int, Any]) -> dict[nn.Parameter, dict[str, Any]]:
+    """What an optimizer has put into the states of its parameters when it was made, for tiny ones; nothing once it has stepped."""
+    made = {memo[id(parameter)]: dict(own) for parameter, own in state.items() if id(parameter) in memo}
+    has_stepped = any(isinstance(value, Tensor) for own in made.values() for value in own.values())
+    return {} if has_stepped else copy.deepcopy(made, memo)
+
+
+def _is_singleton(value: object) -> bool:
+    """Whether there is one object of a class in a process."""
+    instance = getattr(type(value), "get_instance", None)
+    return callable(instance) and instance() is value
