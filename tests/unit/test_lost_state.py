@@ -71,7 +71,11 @@ def parameters() -> list[nn.Parameter]:
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Common, "its state 'all'"), (Projects, "'projector', a Projector"), (Quantises, "'moment', a Quantised")],
+    [
+        (Common, "its state 'all'"),
+        (Projects, "'projector' of type Projector"),
+        (Quantises, "'moment' of type Quantised"),
+    ],
 )
 def test_what_a_step_will_leave_is_known_before_it(kind: Any, said: str) -> None:
     optimizer = kind(parameters(), lr=1e-2)

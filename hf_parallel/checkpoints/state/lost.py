@@ -51,11 +51,11 @@ def _lost(optimizer: torch.optim.Optimizer) -> str | None:
             return f"its state {key!r}, which belongs to no parameter"
         for name, value in state.items():
             if not _is_held(value):
-                return f"its state {name!r}, a {type(value).__name__}"
+                return f"its state {name!r} of type {type(value).__name__}"
     for group in optimizer.param_groups:
         for name, value in group.items():
             if name != "params" and not _is_number(value):
-                return f"{name!r} of a parameter group, a {type(value).__name__} that a table of numbers does not keep"
+                return f"{name!r} of a parameter group, which is not numbers and text alone"
     return None
 
 

@@ -240,7 +240,7 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
     for group, members in zip(stepper.param_groups, groups, strict=True):
         group["params"] = members
         if "lr" in group and not group["lr"]:
-            group["lr"] = group.get("initial_lr") or optimizer.defaults.get("lr") or RATE
+            group["lr"] = group.get("initial_lr") or getattr(optimizer, "defaults", {}).get("lr") or RATE
     parameters = [small for members in groups for small in members]
     if len(parameters) == 1:
         parameters.append(nn.Parameter(parameters[0].detach().clone()))
@@ -251,9 +251,8 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
 
 
 def _copy_of(optimizer: optim.Optimizer, memo: dict[int, Any]) -> optim.Optimizer:
-    stepper = object.__new__(
-        type(optimizer)
-    )  # `copy.copy` asks its `__getstate__`, which may leave out what a step reads
+    # `copy.copy` asks `__getstate__`, which may leave out what a step reads.
+    stepper: optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step":  # a scheduler's, of the real one
             continue
