@@ -18,6 +18,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother
+from transformers.trainer_utils import has_length
 
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import has_pre_hooks
@@ -164,11 +165,14 @@ class HFParallelTrainerMixin(CheckpointMixin):
                 fetched = super().get_batch_samples(read, num_batches, device)
                 if later and not fetched[0]:
                     break  # the epoch ends
-                if ahead is not None:
-                    ahead.refuse_short(len(fetched[0]), num_batches)
-                # Stock takes no step after a window that a stream's end cuts short: its gradients stay for the next window.
-                steps = len(fetched[0]) == num_batches and not (pipeline and pipeline.gradients.in_window)
-                later.append((*fetched, self._announced(fetched[0]) if steps else []))
+                if ahead is None:
+                    # Stock takes no step after a window that a stream's end cuts short: its gradients stay for the next one.
+                    adds = len(fetched[0]) < num_batches or (pipeline is not None and pipeline.gradients.in_window)
+                else:
+                    adds = False
+                    if not self._reads_known_length():  # else the last window may be smaller than the one asked for
+                        ahead.refuse_short(len(fetched[0]), num_batches)
+                later.append((*fetched, [] if adds else self._announced(fetched[0])))
             samples, num_items, self._hf_parallel_window = later.popleft()
             if monitor is not None:
                 monitor.read(samples)
@@ -176,6 +180,10 @@ class HFParallelTrainerMixin(CheckpointMixin):
             following = [([prepared for _, _, prepared in window], count) for _, count, window in later]
             pipeline.begin_window([prepared for _, _, prepared in self._hf_parallel_window], following)
         return samples, num_items
+
+    def _reads_known_length(self) -> bool:
+        loader = self.callback_handler.train_dataloader
+        return loader is not None and has_length(loader)
 
     def _announced(self, samples: list[Any]) -> list[tuple[Any, Announced, dict[str, Any]]]:
         """Each batch with its tensors as they are now and on the device; nothing if others than stock code handle them."""
