@@ -165,13 +165,12 @@ class HFParallelTrainerMixin(CheckpointMixin):
                 fetched = super().get_batch_samples(read, num_batches, device)
                 if later and not fetched[0]:
                     break  # the epoch ends
-                if ahead is None:
-                    # Stock takes no step after a window that a stream's end cuts short: its gradients stay for the next one.
-                    adds = len(fetched[0]) < num_batches or (pipeline is not None and pipeline.gradients.in_window)
-                else:
-                    adds = False
-                    if not self._reads_known_length():  # else the last window may be smaller than the one asked for
-                        ahead.refuse_short(len(fetched[0]), num_batches)
+                # Of a data set whose length is known the last window that is read ahead may be smaller than the one asked for.
+                if ahead is not None and not self._reads_known_length():
+                    ahead.refuse_short(len(fetched[0]), num_batches)
+                # Stock takes no step after a window that a stream's end cuts short: its gradients stay for the next one.
+                is_short = len(fetched[0]) < num_batches
+                adds = pipeline is not None and ahead is None and (is_short or pipeline.gradients.in_window)
                 later.append((*fetched, [] if adds else self._announced(fetched[0])))
             samples, num_items, self._hf_parallel_window = later.popleft()
             if monitor is not None:

@@ -45,19 +45,12 @@ def crosses_parameters(optimizer: optim.Optimizer) -> bool:
         CannotTry: That cannot be found out.
     """
     any_moved = False
-    try:
-        with _own_numbers(optimizer):
-            for size in SIZES:
-                (mine, numbers), (theirs, other_numbers) = (
-                    _steps(optimizer, size, factor) for factor in (1.0, OTHERS)
-                )
-                if _differ(mine[::2], theirs[::2]) or numbers != other_numbers:
-                    return True
-                any_moved = any_moved or any(bool(moved.any()) for moved in mine)
-    except CannotTry:
-        raise
-    except Exception as error:  # code of the user's, on a copy, may raise anything
-        raise CannotTry(f"{type(error).__name__}: {error}") from error
+    with _trying(optimizer):
+        for size in SIZES:
+            (mine, one), (theirs, other) = (_steps(optimizer, size, factor) for factor in (1.0, OTHERS))
+            if _differ(mine[::2], theirs[::2]) or _numbers(one) != _numbers(other):
+                return True
+            any_moved = any_moved or any(bool(moved.any()) for moved in mine)
     if not any_moved:
         raise CannotTry("its steps moved none of the parameters")
     return False
@@ -90,28 +83,26 @@ def draws_numbers(optimizer: optim.Optimizer) -> bool:
 
 
 def stepped_copy(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """A copy on tiny parameters after a step, whose state has what that of `optimizer` will have, but for the sizes.
+    """A copy on tiny parameters after a few steps, whose state has what that of `optimizer` will have, but for the sizes.
 
     As `crosses_parameters`.
 
     Raises:
         CannotTry: It does not step.
     """
+    with _trying(optimizer):
+        return _steps(optimizer)[1]
+
+
+@contextmanager
+def _trying(optimizer: optim.Optimizer) -> Iterator[None]:
+    """As `_own_numbers`; code of the user's, on a copy, may raise anything, which is `CannotTry`."""
     try:
         with _own_numbers(optimizer):
-            stepper, parameters = _tiny(optimizer)
-
-            def gives_gradients() -> Tensor:
-                for parameter in parameters:
-                    parameter.grad = torch.ones_like(parameter)
-                return torch.ones(())
-
-            gives_gradients()
-            _step(stepper, gives_gradients)
-            return stepper
+            yield
     except CannotTry:
         raise
-    except Exception as error:  # as above
+    except Exception as error:
         raise CannotTry(f"{type(error).__name__}: {error}") from error
 
 
@@ -164,8 +155,8 @@ def _moves(optimizer: optim.Optimizer, without: int = 0) -> list[Tensor]:
 
 def _steps(
     optimizer: optim.Optimizer, size: float = 1.0, others: float = 1.0, without: int = 0
-) -> tuple[list[Tensor], list[dict[str, float]]]:
-    """How parameters moved in a few steps, and the numbers of the groups after them.
+) -> tuple[list[Tensor], optim.Optimizer]:
+    """How parameters moved in a few steps, and the copy that took them.
 
     Args:
         optimizer: Which is copied.
@@ -196,16 +187,19 @@ def _steps(
         torch.manual_seed(0)
         _step(stepper, gives_gradients)
     moved = [p.detach().double() - b for p, b in zip(parameters, before, strict=True)]
-    return moved[without:], [_numbers(group) for group in stepper.param_groups]
+    return moved[without:], stepper
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    """What a group has beside its parameters that may be computed from gradients: Prodigy's factors grow after many steps."""
-    return {
-        name: float(value)
-        for name, value in group.items()
-        if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
-    }
+def _numbers(stepper: optim.Optimizer) -> list[dict[str, float]]:
+    """What groups have beside parameters that may be computed from gradients: Prodigy's factors grow after many steps."""
+    return [
+        {
+            name: float(value)
+            for name, value in group.items()
+            if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        for group in stepper.param_groups
+    ]
 
 
 def _step(optimizer: optim.Optimizer, closure: Callable[[], Any]) -> None:
