@@ -193,8 +193,22 @@ class Forgets(torch.optim.SGD):
 class Waits(torch.optim.SGD):
     """Does nothing for long."""
 
+    waits = 1000
+
     def step(self, closure: Any = None) -> Any:
-        return None
+        self.waits -= 1
+        return None if self.waits > 0 else super().step(closure)
+
+
+class StandsIn(torch.optim.Optimizer):
+    """Does nothing, where hooks step in the backward pass."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return None if closure is None else closure()
 
 
 def test_rates_by_the_loss_are_found() -> None:
@@ -215,6 +229,10 @@ def test_a_copy_is_as_a_step_needs_it(kind: Any) -> None:
 def test_what_does_not_move_is_not_believed() -> None:
     with pytest.raises(CannotTry, match="moved none"):
         crosses_parameters(Waits(parameters(), lr=1e-2))
+
+
+def test_a_step_that_reads_nothing_is_believed_not_to_move() -> None:
+    assert crosses_parameters(StandsIn(parameters())) is False
 
 
 def test_what_cannot_be_tried_says_why() -> None:

@@ -9,6 +9,7 @@ on tiny parameters.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,9 +52,15 @@ def crosses_parameters(optimizer: optim.Optimizer) -> bool:
             if _differ(mine[::2], theirs[::2]) or _numbers(one) != _numbers(other):
                 return True
             any_moved = any_moved or any(bool(moved.any()) for moved in mine)
-    if not any_moved:
+    if not (any_moved or _is_empty(type(optimizer).step)):
         raise CannotTry("its steps moved none of the parameters")
     return False
+
+
+def _is_empty(step: Callable[..., Any]) -> bool:
+    """Whether a function reads nothing but its arguments: that of an optimizer which stands in where hooks step in the backward pass."""
+    code = getattr(inspect.unwrap(step), "__code__", None)
+    return code is not None and not (code.co_names or code.co_freevars)
 
 
 def goes_by_place(optimizer: optim.Optimizer) -> bool:
