@@ -12,7 +12,7 @@ from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients.counted import Counted
 from hf_parallel.engine.gradients.told import SPREAD, ToldOverParts
-from hf_parallel.guards.gradients.showing import ShownGradients
+from hf_parallel.guards.gradients.norms import NormsOfShown
 from hf_parallel.mesh import Mesh
 
 
@@ -25,7 +25,7 @@ class GlobalNorm:
         counted: What this rank counts of them.
         replicas: Has the gradients of the optimizer's parts.
         told: Travels with the sums over replicas.
-        shown: Knows which parameters are another one's parts.
+        shown: Knows what this rank counts that several ranks have.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class GlobalNorm:
         counted: Counted,
         replicas: Replicas,
         told: ToldOverParts,
-        shown: ShownGradients,
+        shown: NormsOfShown,
     ) -> None:
         self._parameters, self._mesh, self._counted = parameters, mesh, counted
         self._replicas, self._told, self._shown = replicas, told, shown

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import answer_norms_of_nothing, clips_one, version_of
+from hf_parallel.compat.private_collectives import all_gather_new
+from hf_parallel.compat.private_torch import answer_norms_of_nothing, version_of
 from hf_parallel.data_parallel.flat import FlatShard
-from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.gradients.norms import NormsOfShown
 from hf_parallel.guards.gradients.parts import CountRule, FlatGradient, LocalGradient
 from hf_parallel.guards.gradients.scaled import StageFactors
 from hf_parallel.guards.gradients.shards import Shards
-from hf_parallel.guards.gradients.shown import SharedGradient, plain_of, refuse_part, root
+from hf_parallel.guards.gradients.shown import SharedGradient, plain_of
 from hf_parallel.guards.gradients.stand_ins import StandIns
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.ledger import Ledger
@@ -34,7 +33,7 @@ NEVER_REDUCED = (
 )
 
 
-class ShownGradients:
+class ShownGradients(NormsOfShown):
     """Stand-ins for the gradients of one rank's parameters, between a reduction and what follows it.
 
     Args:
@@ -55,8 +54,7 @@ class ShownGradients:
         waiting: Callable[[str], AbstractContextManager[None]],
         settings: OptimizerSettings,
     ) -> None:
-        self._parameters, self._mesh, self.counted = dict(parameters), mesh, counted
-        self._waiting = waiting
+        super().__init__(dict(parameters), mesh, counted, Shards(ledger, parameters, mesh, waiting), waiting)
         self.factors = StageFactors(mesh, settings)
         self._flat: dict[str, FlatGradient] = {}
         self._cleared: set[str] = set()  # whose gradients in parts user code has dropped since the last reduction
@@ -70,24 +68,9 @@ class ShownGradients:
         self._touched = False
         in_parts = mesh.shape.sp_size > 1  # each rank has what its part of a sequence gives
         self._summands = frozenset(n for n in parameters if in_parts or len(ledger.entries[n].holders) > 1)
-        self.shards = Shards(ledger, parameters, mesh, waiting)
         answer_norms_of_nothing(self)
 
     # -- what parts ask ------------------------------------------------------------------------------------------
-
-    def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
-        """What this rank counts of a gradient that is not partitioned."""
-        counted = self.counted(name, parameter)
-        values = gradient * counted if isinstance(counted, Tensor) else gradient
-        counts = self.is_first(name) and counted is not False
-        return power_sum([values] if counts else [], norm_type, parameter.device)
-
-    def is_first(self, name: str) -> bool:
-        """Whether this rank is the one, of those over which powers are summed, that counts what several have of a gradient."""
-        is_expert = self.shards.is_shard(name) and self._mesh.shape.ep_size > 1
-        if self._parts_of is None:
-            return is_expert or self._mesh.ep_rank == 0
-        return self._parts_of.shard_group.rank() < (self._mesh.shape.ep_size if is_expert else 1)
 
     def taken(self, names: Sequence[str]) -> None:
         """User code takes numbers of gradients, perhaps to add them up."""
@@ -121,70 +104,14 @@ class ShownGradients:
         mine = mine.to(shard.shard.device)
         flat = mine
         if shard.sharers is not None:
-            parts = [torch.empty_like(mine) for _ in range(shard.sharers.size())]
             with self._waiting("waits for the other parts of a gradient that user code reads"):
-                dist.all_gather(parts, mine, group=shard.sharers)
-            flat = torch.cat(parts)
+                flat = all_gather_new(mine, shard.sharers).view(-1)
         for name, param, start in zip(shard.bucket.names, shard.bucket.params, shard.bucket.offsets, strict=True):
             self._flat[name].gathered = flat[start : start + param.numel()].view_as(param).to(param.dtype)
 
-    def own(self, powers: Tensor, norm_type: float) -> Tensor:
-        """Norms of single gradients from what ranks count of them; collective."""
-        powers = powers.clone()
-        groups = self._groups(alone=True)
-        return root(self._summed(powers, groups, norm_type), norm_type)
-
-    def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
-        """Norm over several gradients, over the stages too if they are all of this one; collective."""
-        present = sum(parameter.grad is not None for parameter in self._parameters.values())
-        staged = self._mesh.shape.pp_size > 1
-        alone = staged and len(owned) == 1 and (present > 1 or self._clips_one(next(iter(owned))))
-        if staged and not alone and len(owned) != present:
-            refuse_part(list(owned), present, self._mesh.shape.pp_size)
-        if not alone:
-            powers = powers * torch.tensor(list(owned.values()), dtype=powers.dtype, device=powers.device)
-        together = powers.max() if math.isinf(norm_type) else powers.sum()
-        return root(self._summed(together, self._groups(alone=alone), norm_type), norm_type)
-
-    def _clips_one(self, name: str) -> bool:
-        """Whether the norm of the only gradient of this stage is asked for by itself, and not as its part of the model's.
-
-        Raises:
-            UnsupportedError: That cannot be told.
-        """
-        found = clips_one()
-        if found is None:
-            raise UnsupportedError(
-                f"a list of one gradient is clipped, and {name} is the only one of this stage, with "
-                f"pp_size={self._mesh.shape.pp_size}: it cannot be told whether its own norm is meant or that of the gradients of all "
-                "stages. Give torch.nn.utils.clip_grad_norm_ the parameter by itself, or model.parameters()."
-            )
-        return found
-
     def norm_of_nothing(self, norm_type: float) -> Tensor | None:
-        """The norm over all gradients of the model on a stage that has none, while those of other stages are shown; collective."""
-        is_staged = self._active and self._mesh.shape.pp_size > 1
-        if not is_staged or any(parameter.grad is not None for parameter in self._parameters.values()):
-            return None
-        nothing = power_sum([], norm_type, next(iter(self._parameters.values())).device)
-        return root(self._summed(nothing, self._groups(alone=False), norm_type), norm_type).float()
-
-    def _groups(self, *, alone: bool) -> list[dist.ProcessGroup | None]:
-        """The groups over which powers are summed, for the whole model or for what this rank's stage has."""
-        mesh = self._mesh
-        if self._parts_of is None:
-            return [mesh.parts.group if alone else mesh.model_group]
-        # Replicas that share experts are among those that share the optimizer.
-        whole = mesh.model_group if mesh.ep_group is None else mesh.mp_group
-        return [self._parts_of.shard_group, mesh.tp_group if alone else whole]
-
-    def _summed(self, powers: Tensor, groups: Sequence[dist.ProcessGroup | None], norm_type: float) -> Tensor:
-        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        with self._waiting("waits for the gradient norm of the other ranks"):
-            for group in groups:
-                if group is not None:
-                    dist.all_reduce(powers, op=operation, group=group)
-        return powers
+        """As its base while gradients are shown; otherwise None."""
+        return super().norm_of_nothing(norm_type) if self._active else None
 
     # -- when ----------------------------------------------------------------------------------------------------
 
@@ -240,9 +167,8 @@ class ShownGradients:
         """Whether user code stands between two batches of a step."""
         return self._between
 
-    @property
-    def _parts_of(self) -> ZeroPartition | None:
-        """What has gradients in parts; between two batches every replica has its own."""
+    def _parts(self) -> ZeroPartition | None:
+        """As in its base; between two batches every replica has its own gradients."""
         return None if self._between else self._zero
 
     def show_between(self) -> None:
