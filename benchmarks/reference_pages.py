@@ -76,7 +76,7 @@ def cli_page() -> str:
     lines = [
         "# Command line",
         "",
-        "`hf-parallel COMMAND --help`, of every command. `python -m hf_parallel` is the same, `--install-completion` completes",
+        "What `hf-parallel COMMAND --help` prints, for every command. `python -m hf_parallel` is the same, `--install-completion` completes",
         "commands and options in the shell. JSON goes to stdout, everything else to stderr; the exit code is 1 if something is",
         "wrong and 2 for wrong options. `make reference-pages` writes this page.",
     ]

@@ -82,7 +82,10 @@ class Ledger:
             PlanError: No parameter has that name.
         """
         if name not in self._by_alias:
-            raise PlanError(f"{name} is not in the parameter ledger: it was added after the model was parallelized.")
+            raise PlanError(
+                f"{name} was added to the model after the model was prepared for its ranks, so no rank knows it. Add it before "
+                "trainer.train() or accelerator.prepare(model)."
+            )
         return self._by_alias[name]
 
     def holds(self, pp_rank: int, name: str) -> bool:

@@ -33,12 +33,11 @@ WAYS: Final[Mapping[str, str]] = {
 HALF: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def to_deepspeed(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: ZeroKeys | None) -> dict[str, Any]:
+def to_deepspeed(config: HFParallelConfig, keys: ZeroKeys | None) -> dict[str, Any]:
     """A DeepSpeed config, for `TrainingArguments(deepspeed=...)` or `deepspeed_config_file`.
 
     Args:
         config: The settings.
-        accelerate: The file they are from.
         keys: What `zero_optimization` takes, if known; the result is checked against it.
 
     Raises:

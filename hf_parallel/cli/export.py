@@ -26,7 +26,7 @@ def export(
         with log_lines_on_stderr():  # DeepSpeed logs to stdout when it is imported
             keys = None if to == "fsdp" else zero_keys()
         if to == "deepspeed":
-            found = to_deepspeed(config, accelerate, keys)
+            found = to_deepspeed(config, keys)
         elif to == "fsdp":
             found = to_fsdp(config, accelerate)
         else:

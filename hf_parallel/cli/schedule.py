@@ -111,7 +111,7 @@ def _times(text: str, latency: float) -> _Times:
             f"times={text!r}: W={values[2]:g} is part of the full backward B={values[1]:g}. Lower W or raise B."
         )
     if not (math.isfinite(latency) and latency >= 0):
-        raise ConfigError(f"latency={latency}: a time of at least 0. Set it to 0 or more.")
+        raise ConfigError(f"latency={latency}: expected a finite number of at least 0. Write for example --latency 0.")
     forward, backward, weight = values
     return _Times(forward, backward, weight, latency)
 

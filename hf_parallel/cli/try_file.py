@@ -176,7 +176,7 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], folder: Path, time
         done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"no end after {timeout:g} s. Give more with --timeout, or run hf-parallel doctor."
+            f"the run had not ended after {timeout:g} s (--timeout). Give more seconds, or look for the cause with `hf-parallel doctor`."
         ) from None
     result = folder / "result.json"
     if done.returncode or not result.is_file():

@@ -70,10 +70,8 @@ def verify(  # noqa: PLR0913 - each is an option
         "zero": zero_stage,
     }
     try:
-        if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):  # before minutes of work
-            raise ConfigError(
-                f"{json_file}: there is no such folder, or it is one. Name a file in a folder that exists."
-            )
+        if json_file is not None:  # before minutes of work
+            _refuse_place(json_file)
         settings, processes = _layout(config_file, {k: v for k, v in given.items() if v is not None}, dp)
         verdict = prove(
             model,
@@ -98,6 +96,15 @@ def verify(  # noqa: PLR0913 - each is an option
     if str(json_file) != "-":
         _show(verdict)
     raise typer.Exit(REFUSED if verdict.refused else 0 if verdict.ok else DIFFERS)
+
+
+def _refuse_place(file: Path) -> None:
+    if file.is_dir():
+        raise ConfigError(f"--json {file}: it is a folder. Name a file in it.")
+    if not file.parent.is_dir():
+        raise ConfigError(
+            f"--json {file}: there is no folder {file.parent}. Make it, or name a file in a folder that exists."
+        )
 
 
 def _words(script_args: str) -> list[str]:

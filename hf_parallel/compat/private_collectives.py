@@ -322,21 +322,15 @@ def _raised_by_python(error: BaseException) -> bool:
     return code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
-def count_traffic(part: Any, count: Callable[[int], None], *, replicates: bool) -> bool:
+def count_traffic(part: Any, count: Callable[[int], None], *, replicates: bool) -> None:
     """Count the bytes that this rank hands to collectives for a part of a model that `fully_shard` shards.
 
     Args:
         part: The part, an `FSDPModule`.
         count: Gets the bytes of each collective.
         replicates: Whether what was scattered is summed over copies as well.
-
-    Returns:
-        Whether it is counted: torch before 2.9 has no place for it.
     """
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-    except ImportError:
-        return False
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     class Gather(DefaultAllGather):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -350,4 +344,3 @@ def count_traffic(part: Any, count: Callable[[int], None], *, replicates: bool) 
 
     part.set_custom_all_gather(Gather())
     part.set_custom_reduce_scatter(Scatter())
-    return True

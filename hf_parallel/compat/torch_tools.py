@@ -1,6 +1,6 @@
 """Tools of torch that have no public name: pytrees, dispatch modes, fake tensors, operations on many tensors at once.
 
-Apart from `private_torch`, which rooms use that do not import torch.
+Apart from `private_torch`, which modules use that do not import torch.
 """
 
 from __future__ import annotations

@@ -108,8 +108,9 @@ class ShardedModel:
             )[:1]
             for module in modules:
                 keep_class_name(module)
-        counted = [count_traffic(part, self._count, replicates=replicate_group is not None) for part in self.parts]
-        self.sent_bytes: int | None = 0 if all(counted) else None
+        self.sent_bytes = 0
+        for part in self.parts:
+            count_traffic(part, self._count, replicates=replicate_group is not None)
         for name, module in model.named_modules():
             if any(parameter is not None for parameter in own_parameters(module).values()):
                 _NAMES[module] = name
@@ -138,8 +139,7 @@ class ShardedModel:
                 self._hooks.adopt(after[name], old)
 
     def _count(self, num_bytes: int) -> None:
-        if self.sent_bytes is not None:
-            self.sent_bytes += num_bytes
+        self.sent_bytes += num_bytes
 
     def begin_forward(self) -> None:
         """A training forward pass begins: hooks on parameters that were registered since run in its backward pass."""

@@ -186,8 +186,8 @@ class Replicas:
         return self._settings.recorder
 
     @property
-    def sent_bytes(self) -> int | None:
-        """Bytes that this rank handed to collectives over the replicas so far; None if torch has no place to count them (ZeRO 3)."""
+    def sent_bytes(self) -> int:
+        """Bytes that this rank handed to collectives over the replicas so far."""
         if self.sharded is not None:
             return self.sharded.sent_bytes
         zero = self.zero

@@ -78,8 +78,8 @@ def accumulation_of(checked: Checked, given: int | None = None) -> int:
         return given or 1
     if given not in (None, wanted):
         raise ConfigError(
-            f"gradient_accumulation_steps={wanted} in {checked.path.name}, but {given} batches of a step were asked for. Leave "
-            "that out, or change the file."
+            f"gradient_accumulation_steps={wanted} in {checked.path.name}, but {given} batches of a step were asked for. Ask "
+            f"for no number, or set gradient_accumulation_steps to {given} in the file."
         )
     return wanted
 

@@ -106,7 +106,10 @@ def examine_peers(
         places = [None if one is None else (one["address"], one["port"]) for one in machines]
         found = measure(table, place.rank, places, say)
     except OSError as error:
-        raise ConfigError(f"machine 0 at {place.address} was lost ({error}). Look at what its doctor says.") from None
+        raise ConfigError(
+            f"machine 0 at {place.address} was lost ({error}). Read what `hf-parallel doctor` says there, and start "
+            "it on all machines again."
+        ) from None
     finally:
         table.close()
         answerer.close()

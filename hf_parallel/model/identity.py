@@ -253,7 +253,7 @@ class _Code:
     def _look_into(self, function: types.FunctionType) -> None:
         home = _home(function)
         strict = home.startswith(FORWARDS)
-        named = set(_names_of(function.__code__))
+        named = set(names_in(function.__code__))
         if home.startswith(MODELS):
             self._names |= named
         self._lines[f"{home} {_text_of(function.__code__)}"] = None
@@ -326,11 +326,12 @@ class _Code:
             raise UnknownError(f"code of {home}")
 
 
-def _names_of(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Names of globals and attributes that code reads, in nested functions too, and what `getattr` may be given."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_of(constant)
+            yield from names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():  # getattr(self, "name")
             yield constant
 

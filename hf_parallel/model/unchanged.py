@@ -33,6 +33,19 @@ CONTAINERS: Final = (dict, OrderedDict, defaultdict, Counter, list, set, deque, 
 
 
 @contextlib.contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, no parameter of a model is trained, nor gets a gradient from what else runs it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Undo what a forward leaves behind: random state, buffers, what modules have as plain attributes, in containers and in objects of
     user code, and what it wrote to configs (the loss of a classifier writes down what labels it has met).

@@ -21,6 +21,7 @@ from hf_parallel.machine.facts import cores
 from hf_parallel.memory.layers import with_layers
 from hf_parallel.planner.processes import run_ranks, step_file
 from hf_parallel.settings.file import parse_json, read_bounded
+from hf_parallel.settings.values import spelled
 
 
 VERSION: Final = 3
@@ -113,13 +114,20 @@ class Calibration:
             )
         blocks = content["blocks_s"]
         if not isinstance(blocks, list) or len(blocks) != len(BLOCK_ROWS) or not all(map(_is_number, blocks)):
-            raise ConfigError(f"{file}: blocks_s has an odd value. Measure again.")
+            raise ConfigError(
+                f"{file}: blocks_s={spelled(blocks)}: expected {len(BLOCK_ROWS)} numbers of 0 or more. Write the file again with "
+                "`hf-parallel calibrate`."
+            )
         found = cls(**{name: content[name] for name in names} | {"blocks_s": tuple(blocks)})
         numbers = names - {"device", "name", "blocks_s", "model"}
         odd = [name for name in numbers if not _is_number(getattr(found, name))]
         odd += [] if isinstance(found.model, str) and '"model_type"' in found.model else ["model"]
         if odd or found.device not in ("cpu", "cuda"):
-            raise ConfigError(f"{file}: {', '.join(sorted(odd)) or 'device'} has an odd value. Measure again.")
+            name = next(iter(sorted(odd)), "device")
+            wanted = {"model": "a model's config as text", "device": "cpu or cuda"}.get(name, "a number of 0 or more")
+            raise ConfigError(
+                f"{file}: {name}={spelled(getattr(found, name))}: expected {wanted}. Write the file again with `hf-parallel calibrate`."
+            )
         return found
 
 
@@ -172,7 +180,7 @@ def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str, mod
     found = _computation(clock)
     if ranks > 1:
         begin("measured messages")
-        found |= _messages(clock, rank, ranks)
+        found |= _messages(clock, rank)
     blocks = []
     for rows in BLOCK_ROWS:
         begin(f"measured a block with {rows} rows")
@@ -296,7 +304,7 @@ def config_of_text(model: str) -> Any:
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
+def _messages(clock: _Clock, rank: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 

@@ -43,10 +43,10 @@ def whole(parameter: str, value: object, least: int = 1) -> int:
     """`value` if it is an integer of at least `least` that floats can count; else a ConfigError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ConfigError(
-            f"{parameter}={spelled(value)}: expected an integer of {least} or more. Correct {parameter}."
+            f"{parameter}={spelled(value)}: expected an integer of {least} or more. Set it to {least} or more."
         )
     if int(value) > MOST:
-        raise ConfigError(f"{parameter}={spelled(value)}: expected at most {MOST}. Correct {parameter}.")
+        raise ConfigError(f"{parameter}={spelled(value)}: expected at most {MOST}. Set it to {MOST} or less.")
     return int(value)
 
 
@@ -54,9 +54,7 @@ def positive(parameter: str, value: object) -> float:
     """`value` if it is a finite number above 0; else a ConfigError."""
     fine = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not fine or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
-        raise ConfigError(
-            f"{parameter}={spelled(value)}: expected a number above 0. Correct {parameter}, or leave it out."
-        )
+        raise ConfigError(f"{parameter}={spelled(value)}: expected a number above 0. Set it to one, or leave it out.")
     return float(value)  # type: ignore[arg-type]
 
 

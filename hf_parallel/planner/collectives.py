@@ -122,11 +122,8 @@ def sum_in_nodes(size: float, group: Group, cluster: Cluster, c: Constants) -> f
 
 
 def all_to_all(size: float, group: Group, cluster: Cluster, c: Constants) -> float:
-    """Seconds of an all-to-all in which each rank holds `size` bytes."""
-    n = group.size
-    if n <= 1:
-        return 0.0
-    return (n - 1) / n * size / bytes_s(group, cluster, c) + _ring_latency(group, c)
+    """Seconds of an all-to-all in which each rank holds `size` bytes: as much travels as in a ring over them."""
+    return one_way(size, group, cluster, c)
 
 
 def _ring_latency(group: Group, c: Constants) -> float:

@@ -71,7 +71,7 @@ def _bytes_by_formula(
     ranks = placement(spec)
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     blocks = blocks_of_ranks(profile, spec, counts)
-    kept, working = kept_activations(profile, spec, counts, ranks, seq_len)
+    kept, working = kept_activations(profile, spec, counts, seq_len)
     tokens = spec.micro_batch * seq_len / spec.sp
     logits = _loss(profile, spec, tokens)
     logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
@@ -269,7 +269,7 @@ def _kept(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec, seq_len:
 
 
 def kept_activations(
-    profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], ranks: Sequence[int], seq_len: int
+    profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int
 ) -> tuple[list[float], float]:
     """Bytes that each rank keeps when it holds most, and those of the block that runs again."""
     tokens = spec.micro_batch * seq_len / spec.sp

@@ -348,7 +348,7 @@ def _products(block: Any, text: Any, hidden: int) -> Iterator[Product]:
     for parent, own in weights.items():
         for place, (path, shape, turned) in enumerate(own):
             inputs, outputs = _widths(shape, turned, hidden, last=place == len(own) - 1)
-            times, stored = _experts(path, shape, active)
+            times, stored = _experts(shape, active)
             row = outputs == hidden and (inputs != hidden or place == len(own) - 1)
             small = len(shape) == 2 and min(inputs, outputs) < hidden / 16  # routers, convolutions, low ranks
             cut: Cut = "none" if small else "row" if row else "column"
@@ -364,7 +364,7 @@ def _widths(shape: tuple[int, ...], turned: bool, hidden: int, *, last: bool) ->
     return (first, second) if turned else (second, first)
 
 
-def _experts(path: str, shape: tuple[int, ...], active: Any) -> tuple[float, int]:
+def _experts(shape: tuple[int, ...], active: Any) -> tuple[float, int]:
     """Weights of this shape that one token passes, and how many there are."""
     count = int(active) if isinstance(active, int) else 1
     if len(shape) == 3:

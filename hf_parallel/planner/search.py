@@ -191,4 +191,4 @@ def _loss(own: Estimate, best: Estimate) -> str:
 
 def _tight(plan: Plan) -> str:
     left = 1 - plan.estimate.total_bytes / plan.limit_bytes
-    return f"; {left:.0%} of the memory left, less than memory is predicted within" if left < MARGIN else ""
+    return f"; only {left:.0%} of the memory is left, and the prediction may be off by more" if left < MARGIN else ""

@@ -81,9 +81,11 @@ class _Run:
             )
         if args is None:
             raise UnsupportedError(f"--script {job.script}: its Trainer gets no TrainingArguments. Give it args=...")
-        if args.full_determinism or getattr(args, "auto_find_batch_size", False):
+        changing = [name for name in ("full_determinism", "auto_find_batch_size") if getattr(args, name, False)]
+        if changing:
             raise UnsupportedError(
-                f"--script {job.script}: full_determinism or auto_find_batch_size change how it trains. Leave them out."
+                f"--script {job.script}: its TrainingArguments have {' and '.join(f'{name}=True' for name in changing)}, which would make the "
+                "compared runs train in different ways. Leave that out."
             )
         self._settle(args)
         _without_dropout(model)
@@ -119,7 +121,8 @@ class _Run:
         """Train as the script asked, and end it."""
         if self.watch is None or trainer is not self.trainer:
             raise UnsupportedError(
-                f"--script {self.job.script}: it trains with another Trainer than the first it made."
+                f"--script {self.job.script}: it trains with another Trainer than the first it made. Call train() on the first, or "
+                "make no other before it."
             )
         self.watch.run(trainer, train)
         raise _Ended

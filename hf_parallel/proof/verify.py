@@ -165,7 +165,7 @@ def job_of(model: Any, settings: Mapping[str, Any] | None, folder: Path, **more:
     if script is not None:
         path = Path(script).absolute()
         if not path.is_file():
-            raise ConfigError(f"script={script}: there is no such file.")
+            raise ConfigError(f"script={script}: there is no file {path}. Give the path of a training script.")
         more["script"] = str(path)
         model = ""
     if hasattr(model, "to_dict"):

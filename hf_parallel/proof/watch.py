@@ -94,7 +94,7 @@ class Watch:
             raise UnsupportedError(
                 f"verify: the run in one process took {self._recorder.trained} of the {self._recorder.steps} optimizer steps that are "
                 "compared: it goes on from a checkpoint, a callback ends it, or there are fewer rows than a step of all replicas takes. "
-                "Leave that out, or give a smaller --steps."
+                "Remove resume_from_checkpoint and callbacks that end the training, give more rows, or give a smaller --steps."
             )
         self._recorder.finish()
         session = getattr(trainer.accelerator, "hf_parallel", None)

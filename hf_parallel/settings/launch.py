@@ -107,7 +107,8 @@ def resolve_config(
         found, accelerate, origin = _of_file(launch, launch.path)
     elif config is not None and not isinstance(config, str | Path):
         raise ConfigError(
-            f"config={spelled(config)}: expected a file, the name of a recipe, a mapping, an HFParallelConfig or None."
+            f"config={spelled(config)}: expected a file, the name of a recipe, a mapping, an HFParallelConfig or None. Give one "
+            "of them, for example load_recipe('cpu_pp2')."
         )
     else:
         found, origin = _of_nothing(launch, has_overrides=bool(overrides))

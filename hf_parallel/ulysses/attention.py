@@ -187,7 +187,7 @@ def _exchanged(
     query, key, value = states  # (batch, heads or kv heads, seq / sp, width)
     heads, kv_heads = query.shape[1], key.shape[1]
     padded = -(-heads // group.size) * group.size
-    repeats = repeats_for(heads, kv_heads, group.size)
+    repeats = repeats_for(kv_heads, group.size)
     if heads % (kv_heads * repeats) or padded > heads:
         repeats = heads // kv_heads
     sent = [query, *(state.repeat_interleave(repeats, dim=1) if repeats > 1 else state for state in (key, value))]

@@ -215,11 +215,10 @@ class _Gather(torch.autograd.Function):
         return grads[0].narrow(1, group.rank * ctx.length, ctx.length) * group.size, None
 
 
-def repeats_for(heads: int, kv_heads: int, size: int) -> int:
+def repeats_for(kv_heads: int, size: int) -> int:
     """How often key-value heads are repeated so that `size` ranks divide them and each finds its own beside its queries.
 
     Args:
-        heads: Query heads, a multiple of `kv_heads` and of `size`.
         kv_heads: Key-value heads.
         size: Ranks.
     """

@@ -145,11 +145,11 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "match"),
     [
         ({"version": 1}, "expected a report of version 3. Write one with `hf-parallel calibrate`"),
-        ({"products": "fast"}, "products has an odd value. Measure again"),
-        ({"moved": -1}, "moved has an odd value"),
-        ({"blocks_s": [1.0]}, "blocks_s has an odd value. Measure again"),
-        ({"model": {}}, "model has an odd value"),
-        ({"device": "tpu"}, "device has an odd value"),
+        ({"products": "fast"}, "products='fast': expected a number of 0 or more. Write the file again"),
+        ({"moved": -1}, "moved=-1: expected a number"),
+        ({"blocks_s": [1.0]}, r"blocks_s=\[1.0\]: expected 4 numbers of 0 or more"),
+        ({"model": {}}, r"model=\{\}: expected a model's config"),
+        ({"device": "tpu"}, "device='tpu': expected cpu or cuda"),
     ],
 )
 def test_what_is_no_report_is_refused(change: dict[str, object], match: str, tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_place_that_cannot_be_written_is_named_without_a_traceback(arguments: 
     ("arguments", "told"),
     [
         (["nothing.json", "--pp", "2"], "nothing.json"),
-        (["--script", "nothing.py", "--dp", "2"], "there is no such file"),
+        (["--script", "nothing.py", "--dp", "2"], "there is no file"),
         (["--script", "nothing.py", "--script-args", "'half"], "No closing quotation"),
         (["config.json", "--dtype", "fp8"], "expected one of fp32, bf16, fp16"),
     ],

@@ -38,7 +38,7 @@ def settings(zero: dict[str, Any] | None = None, **values: Any) -> HFParallelCon
 
 
 def test_deepspeed_gets_the_stage_and_auto_where_the_trainer_decides() -> None:
-    found = to_deepspeed(settings({"stage": 2}), FILE, zero_keys())
+    found = to_deepspeed(settings({"stage": 2}), zero_keys())
     assert found["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
     assert {found[key] for key in found if "batch" in key or "gradient" in key} == {"auto"}
     assert found["bf16"] == found["fp16"] == {"enabled": "auto"}

@@ -1,4 +1,4 @@
-"""A room imports only from lower floors; rooms on one floor never import each other."""
+"""A part imports only from lower layers; parts of one layer never import each other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
-# Lowest first. A room is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
-FLOORS = [
+# Lowest first. A part is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
+LAYERS = [
     {"errors", "hangs", "links", "logs", "machine", "mesh_shape", "noticeboard"},
     {"compat", "mesh", "monitor", "one_rank", "ranks", "settings", "tensor_parallel"},
     {"heartbeats", "placement"},
@@ -44,10 +44,11 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 # Techniques meet in `engine` alone. The ledger names the shards of a parameter; replicas read it.
 TECHNIQUES = ("tensor_parallel", "pipeline_parallel", "data_parallel", "ulysses")
 SHARED = {
+    "batches",
     "errors",
     "machine",
     "settings",
@@ -64,14 +65,14 @@ SHARED = {
 }
 
 
-def room_of(name: str) -> str:
-    """The room of a dotted name below hf_parallel; its first part if no room is listed."""
-    parts = name.split(".")
-    known = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((room for room in known if room in FLOOR_OF), parts[0])
+def part_of(name: str) -> str:
+    """The part of a dotted name below hf_parallel; its first word if none is listed."""
+    words = name.split(".")
+    known = (".".join(words[:n]) for n in range(len(words), 0, -1))
+    return next((part for part in known if part in LAYER_OF), words[0])
 
 
-def room_of_file(path: Path, package: Path) -> str:
+def part_of_file(path: Path, package: Path) -> str:
     folder = path.relative_to(package).parent.parts
     return ".".join(folder) if folder else path.stem
 
@@ -103,26 +104,26 @@ def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
 def violations(package: Path) -> list[str]:
     found = []
     for path in sources(package):
-        room = room_of_file(path, package)
-        technique = room.split(".")[0]
+        part = part_of_file(path, package)
+        technique = part.split(".")[0]
         for line, name in imported_names(path, package):
-            other = room_of(name)
-            legal = FLOOR_OF.get(other, len(FLOORS)) < FLOOR_OF.get(room, -1)
+            other = part_of(name)
+            legal = LAYER_OF.get(other, len(LAYERS)) < LAYER_OF.get(part, -1)
             if technique in TECHNIQUES and other.split(".")[0] not in {technique, *SHARED}:
                 legal = False
-            if other != room and not legal:
-                found.append(f"{path.relative_to(package.parent)}:{line}: {room} imports {other}")
+            if other != part and not legal:
+                found.append(f"{path.relative_to(package.parent)}:{line}: {part} imports {other}")
     return found
 
 
-def test_every_room_stands_on_one_floor() -> None:
-    listed = [room for rooms in FLOORS for room in rooms]
+def test_every_part_is_in_one_layer() -> None:
+    listed = [part for parts in LAYERS for part in parts]
     assert len(listed) == len(set(listed))
-    missing = {room_of_file(path, PACKAGE) for path in sources(PACKAGE)} - set(listed)
-    assert not missing, f"add {sorted(missing)} to FLOORS in {Path(__file__).name}"
+    missing = {part_of_file(path, PACKAGE) for path in sources(PACKAGE)} - set(listed)
+    assert not missing, f"add {sorted(missing)} to LAYERS in {Path(__file__).name}"
 
 
-def test_rooms_import_only_from_lower_floors() -> None:
+def test_parts_import_only_from_lower_layers() -> None:
     assert violations(PACKAGE) == []
 
 
@@ -231,7 +232,7 @@ def private_attributes(path: Path, own: set[str]) -> list[str]:
 
 def test_private_names_are_used_in_compat_alone() -> None:
     own = own_private_names(PACKAGE)
-    rest = [path for path in sources(PACKAGE) if room_of_file(path, PACKAGE) != "compat"]
+    rest = [path for path in sources(PACKAGE) if part_of_file(path, PACKAGE) != "compat"]
     assert [line for path in rest for line in [*private_imports(path), *private_attributes(path, own)]] == []
     compat = PACKAGE / "compat" / "torch_tools.py"
     assert private_imports(compat) != []

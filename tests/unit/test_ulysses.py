@@ -240,5 +240,5 @@ def test_a_table_of_positions_sees_those_of_whole_rows() -> None:
 
 @pytest.mark.parametrize(("kv_heads", "size", "times"), [(2, 2, 1), (1, 2, 2), (2, 4, 2), (8, 4, 1), (2, 3, 3)])
 def test_key_value_heads_are_repeated_until_the_ranks_divide_them(kv_heads: int, size: int, times: int) -> None:
-    assert repeats_for(24, kv_heads, size) == times
+    assert repeats_for(kv_heads, size) == times
     assert kv_heads * times % size == 0

@@ -117,12 +117,15 @@ class TensorIndex:
         """
         for piece in pieces:
             if piece.label not in self.tensors:
-                raise CheckpointError(f"{self.folder / INDEX} has no tensor {piece.label}: it is of another model.")
+                raise CheckpointError(
+                    f"{self.folder / INDEX} has no tensor {piece.label}. The checkpoint is of another model: build the model with its "
+                    "config, or name another checkpoint."
+                )
             shape = self.tensors[piece.label][0]
             if shape != piece.shape:
                 raise CheckpointError(
                     f"{self.folder / INDEX}: {piece.label} has shape {shape}, the model needs {piece.shape}. The "
-                    "checkpoint is of another model."
+                    "checkpoint is of another model: build the model with its config, or name another checkpoint."
                 )
         try:
             with warnings.catch_warnings():

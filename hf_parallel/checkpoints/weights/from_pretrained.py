@@ -171,7 +171,8 @@ def _refuse_damage(
         if not any_shape:
             path = stored[groups[key].names[0]].path if key in groups else folder
             raise CheckpointError(
-                f"{path}: {key} has shape {tuple(found)}, the model needs {tuple(needed)}. The config is of another model."
+                f"{path}: {key} has shape {tuple(found)}, the model needs {tuple(needed)}. The config is of another model: take "
+                "its own, or name another checkpoint."
             )
     tied = set(model.all_tied_weights_keys)
     missing = {key for key in info.missing_keys if key not in tied}

@@ -25,6 +25,7 @@ from hf_parallel.mesh import Mesh
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+NOT_HERE = "{name} was planned for {place}, but is no longer in the model. Change a model before it is prepared, not meanwhile."
 
 
 def gather_tensors(
@@ -58,7 +59,7 @@ def _gather_one(
     sources = [mesh.shape.holder(entry.owner, part) for part in range(size)]
     if mesh.rank in sources and mesh.rank != 0:
         if mine is None:
-            raise CheckpointError(f"{entry.name} is owned by {mesh.describe()} but is not here.")
+            raise CheckpointError(NOT_HERE.format(name=entry.name, place=mesh.describe()))
         dist.send(mine.detach().to("cpu", entry.dtype).contiguous(), dst=0, group=group)
     if mesh.rank != 0:
         return None
@@ -66,7 +67,7 @@ def _gather_one(
     for part, source in enumerate(sources):
         if source == 0:
             if mine is None:
-                raise CheckpointError(f"{entry.name} is owned by {mesh.describe()} but is not here.")
+                raise CheckpointError(NOT_HERE.format(name=entry.name, place=mesh.describe()))
             shards.append(mine.detach().to("cpu", entry.dtype))
             continue
         shape = list(entry.shape)
@@ -118,7 +119,8 @@ def _part_of(whole: torch.Tensor | None, folder: str | Path, entry: Entry, mesh:
     """What this rank holds of a tensor that was converted."""
     if whole is None:
         raise CheckpointError(
-            f"{folder}: no tensor named {' or '.join(entry.state_names)} among {count}. The checkpoint is of another model."
+            f"{folder}: no tensor named {' or '.join(entry.state_names)} among {count}. The checkpoint is of another model: "
+            "build the model with its config, or name another checkpoint."
         )
     if tuple(whole.shape) != entry.shape:
         raise CheckpointError(f"{folder}: {entry.name} has shape {tuple(whole.shape)}, the model needs {entry.shape}.")
@@ -176,7 +178,10 @@ def weight_files(folder: Path, reader: Reader | None = None) -> dict[str, Path]:
         with Reader() as own:
             return dict.fromkeys((reader or own).tensors(single), single)
     if index is None:
-        raise CheckpointError(f"{folder} has no {WEIGHTS} and no {WEIGHTS_INDEX}: it is not a complete checkpoint.")
+        raise CheckpointError(
+            f"{folder} has no {WEIGHTS} and no {WEIGHTS_INDEX}: it is not a complete checkpoint. "
+            "Save or copy the folder again, or resume from another checkpoint."
+        )
     return _indexed(index, listed)
 
 
@@ -194,10 +199,16 @@ def _indexed(index: Path, listed: Mapping[str, object] | None) -> dict[str, Path
         )
     missing = sorted(str(index.parent / file) for file in files if not (index.parent / file).is_file())
     if missing:
-        raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing)}.")
+        raise CheckpointError(
+            f"{index} names files that do not exist: {', '.join(missing)}. Save or copy the folder again, or resume from another "
+            "checkpoint."
+        )
     unlisted = sorted(files - listed.keys()) if listed is not None else []
     if unlisted:
-        raise CheckpointError(f"{index} names {', '.join(unlisted)}, which the manifest does not list. It is damaged.")
+        raise CheckpointError(
+            f"{index} names {', '.join(unlisted)}, which the manifest does not list. Save or copy the folder "
+            "again, or resume from another checkpoint."
+        )
     return {name: index.parent / file for name, file in names.items()}
 
 

@@ -113,8 +113,8 @@ def compress_ddp(ddp: DistributedDataParallel, settings: GradientCompressionConf
     """
     if settings.warmup > 0:
         raise UnsupportedError(
-            f"warmup_ratio={settings.warmup} is a share of a number of steps that is not known here. Set it to 0, and the "
-            "wire's `warm` to False for as long as gradients shall be sent as they are."
+            f"warmup_ratio={settings.warmup} is a share of the steps of a run, whose number DDP does not know. Set it to 0. During your "
+            "own warm-up steps set `warm` of the returned wire to False: it then sends gradients uncompressed."
         )
     if settings.topology == "hierarchical":
         raise UnsupportedError("topology=hierarchical is not available under DDP. Set it to flat.")

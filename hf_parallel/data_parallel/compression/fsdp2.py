@@ -52,7 +52,10 @@ class CompressedReduceScatter:
             UnsupportedError: Another operation.
         """
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise UnsupportedError(f"a compressed reduce-scatter sums or averages, {op} is neither.")
+            raise UnsupportedError(
+                f"a compressed reduce-scatter sums or averages, {op} does neither. Use ReduceOp.SUM or AVG, or send uncompressed "
+                "gradients (gradient_compression.method: none)."
+            )
         ranks = group.size()
         rows = input_tensor.float().view(ranks, -1)
         padded = F.pad(rows, (0, -rows.shape[1] % self._codec.block)).contiguous()

@@ -65,7 +65,9 @@ def dry_run_recipe(  # noqa: PLR0913 - the names are the interface
         if value < 1:
             raise ConfigError(f"{name}={value}: it is 1 or more. Give the batches you train on.")
     if precision not in (None, *PRECISIONS):
-        raise ConfigError(f"dtype={spelled(precision)}: expected one of {', '.join(PRECISIONS)}.")
+        raise ConfigError(
+            f"precision={spelled(precision)}: expected one of {', '.join(PRECISIONS)}. Leave it out to take that of the file."
+        )
     _refuse_other_engines(checked)
     layout = layout_of_file(checked, precision)
     if not 0 <= rank < layout.num_processes:

@@ -35,7 +35,10 @@ def held_tensors(
         source: Mapping[str, torch.Tensor] = real if entry.kind == "param" else real_buffers
         tensor = next((source[alias] for alias in entry.aliases if alias in source), None)
         if tensor is None:
-            raise PlanError(f"{entry.name} should be on pipeline rank {pp_rank} but the cut model does not have it.")
+            raise PlanError(
+                f"{entry.name} was planned for pipeline rank {pp_rank}, but is no longer in the model. Change a model before it is "
+                "prepared, not meanwhile."
+            )
         if isinstance(tensor, nn.Parameter):
             parameters[entry.name] = tensor
         else:

@@ -180,7 +180,8 @@ def _narrow_to_cut(cut: _Cut, samples: Sequence[Mapping[str, Any]]) -> tuple[_Cu
         if passed[0] != passed[1] or held[0] != held[1]:
             raise PlanError(
                 f"the stage of blocks {span.lo} to {span.hi - 1} is to receive {len(passed[0])} tensors and to hold {len(held[0])}, and "
-                f"that of a narrow model, which runs alike, {len(passed[1])} and {len(held[1])}: {_first_unlike(*held)}."
+                f"that of a narrower copy of the model, which the cut is tried on, {len(passed[1])} and {len(held[1])}: "
+                f"{_first_unlike(*held)}. Set self_check to full, which tries the model itself, or pp_size to 1."
             )
     return made, [narrow.batch(sample) for sample in samples]
 

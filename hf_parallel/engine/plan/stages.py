@@ -213,6 +213,9 @@ def _verdict_on_stand_in(setup: Setup, sample: Mapping[str, Any], stand_in: Stan
         return judge_loss(*stand_in.model(here))
 
     def explain(what: str) -> PlanError:
-        return PlanError(f"the loss of {setup.name} cannot be looked at on a small model like it ({what}).")
+        return PlanError(
+            f"the loss of {setup.name} cannot be tried on a small copy of the model ({what}). Load the model without "
+            "hf_parallel.sharded_loading(), or set pp_size to 1."
+        )
 
     return on_rank_zero(look, "looks at the loss", waiting=setup.watchdog.waiting, explain=explain)

@@ -161,8 +161,8 @@ class Ahead:
             self._begin(batches)
         elif not _are_same(self._begun[0].batches, batches):
             raise UnsupportedError(
-                f"what the model is called with beside the batch (num_items_in_batch, use_cache) is not what was announced, with "
-                f"pipeline.schedule={self.name}: its microbatches have entered the pipeline already. Set it to 1f1b."
+                f"pipeline.schedule={self.name}: num_items_in_batch or use_cache of this call of the model is not that of the batch that was "
+                "read ahead, whose microbatches are in the pipeline already. Leave both to the Trainer, or set pipeline.schedule to 1f1b."
             )
         extras = {key: value for key, value in batches[0].items() if key in COUNTS}
         for others, count in self.following[len(self._begun) - 1 : self.delay]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import numpy
 from torch import Tensor
 
 from hf_parallel.compat.private_torch import version_of
+from hf_parallel.model.identity import names_in
 
 
 LIBRARIES: Final = frozenset({"torch", "transformers", "accelerate", "peft", "trl", "numpy", "hf_parallel"})
@@ -89,7 +90,7 @@ class Reads:
     def _of_function(self, function: FunctionType, depth: int) -> None:
         if _is_library(function.__module__):
             return
-        names = set(_names_in(function.__code__))
+        names = set(names_in(function.__code__))
         self._names |= names - self._without
         for cell in function.__closure__ or ():
             self._note(partial(_content, cell), depth)
@@ -127,16 +128,6 @@ class Reads:
         """What an object has by names that are read; also what it has not, and may get."""
         for name in tuple(self._names):  # what is found may name more, and is walked once more then
             self._note(partial(there.get, name, _MISSING), depth)
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Of globals and attributes, in nested functions too, and what `getattr` may be given."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            yield constant
 
 
 def _content(cell: Any) -> Any:

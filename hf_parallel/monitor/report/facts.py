@@ -70,10 +70,9 @@ def peak_of(engine: Engine) -> float:
 
 
 def sent_bytes(engine: Engine) -> dict[Axis, float]:
-    """Bytes that this rank has handed to collectives and messages so far; nan where they are not counted."""
-    replicas = engine.gradients.replicas.sent_bytes
+    """Bytes that this rank has handed to collectives and messages so far."""
     found: dict[Axis, float] = {
-        "dp": float("nan") if replicas is None else float(replicas),
+        "dp": float(engine.gradients.replicas.sent_bytes),
         "pp": float(engine.gradients.shared_bytes),
         **{axis: float(engine.recorder.sent[axis]) for axis in ("tp", "sp", "ep")},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,11 +97,9 @@ def metrics_of(job: Job) -> dict[str, float]:
             found[f"weight_ms/stage_{stage}"] = 1e3 * seconds.weight
     exposed = exposed_s(job)
     for axis in axes_in_use(job.sizes):
-        sent = total_sent(job.told, axis)
         if axis in exposed:
             found[f"exposed_s/{axis}"] = exposed[axis]
-        if not math.isnan(sent):
-            found[f"sent_mb/{axis}"] = sent / 1e6
+        found[f"sent_mb/{axis}"] = total_sent(job.told, axis) / 1e6
     found["data_wait_s"] = statistics.fmean(one.data_s for one in job.told)
     found["optimizer_s"] = statistics.fmean(one.optimizer_s for one in job.told)
     found["memory_gb"] = max(one.memory_bytes for one in job.told) / 1e9

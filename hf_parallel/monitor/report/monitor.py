@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -174,8 +173,7 @@ class Monitor:
             sums,
             typical,
             tokens=tokens / steps,
-            sent_dp=max(0.0, sent["dp"] - since["dp"]) / steps if not math.isnan(sent["dp"]) else math.nan,
-            **{f"sent_{axis}": max(0.0, sent[axis] - since[axis]) / steps for axis in AXES if axis != "dp"},
+            **{f"sent_{axis}": max(0.0, sent[axis] - since[axis]) / steps for axis in AXES},
             memory_bytes=self._memory.bytes,
             expected_bytes=expected_bytes(self.engine, self.config, tokens / steps / max(1.0, counts)),
             flops=self._flops.model,

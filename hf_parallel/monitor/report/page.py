@@ -328,9 +328,8 @@ def _stages(job: Job) -> str:
 def _axes(job: Job) -> str:
     exposed, rows = exposed_s(job), []
     for axis in axes_in_use(job.sizes):
-        sent = total_sent(job.told, axis)
         seconds = _ms(exposed[axis]) if axis in exposed else "not known"
-        rows.append([axis, "not counted" if math.isnan(sent) else f"{sent / 1e6:.4g}", seconds])
+        rows.append([axis, f"{total_sent(job.told, axis) / 1e6:.4g}", seconds])
     idle = ", ".join(f"{bubble:.0%}" for bubble in bubbles_of_ranks(job)) if job.shape.pp_size > 1 else ""
     note = f"<p>Measured bubble of the pipeline ranks: {idle}.</p>" if idle else ""
     return _table(["axis", "MB of all ranks", "ms that they add"], rows) + note

@@ -34,7 +34,7 @@ class Told:
         layers_s: Waits of sharded layers.
         sequence_s: For the ranks that share rows.
         experts_s: For the ranks that share experts.
-        sent_dp: Bytes handed to collectives over replicas; nan if not counted.
+        sent_dp: Bytes handed to collectives over replicas.
         sent_pp: To neighbours and other stages.
         sent_tp: In sharded layers.
         sent_sp: Of parts of rows.
@@ -159,7 +159,7 @@ def decoded(values: Sequence[float], stages: Sequence[int]) -> tuple[Told, Mappi
 
 
 def total_sent(told: Sequence[Told], axis: Axis) -> float:
-    """Bytes of a step that all ranks together handed over on an axis; nan if one did not count."""
+    """Bytes of a step that all ranks together handed over on an axis."""
     return math.fsum(one.sent(axis) for one in told)
 
 

@@ -21,7 +21,7 @@ from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import has_users_code
 from hf_parallel.model.noise import without_noise
 from hf_parallel.model.tensors import ROWS_AGREE
-from hf_parallel.model.unchanged import unchanged
+from hf_parallel.model.unchanged import frozen, unchanged
 
 
 OF_LABELS: Final = ("labels", "shift_labels", "num_items_in_batch")
@@ -139,7 +139,8 @@ def embedding_gradient(
         return leaves[0].clone()  # which may be changed in place
 
     embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    with _frozen(model), unchanged(model), NoDropout(), without_noise(model), torch.enable_grad():
+    # Only the embeddings' outputs get a gradient: hooks on parameters do not run.
+    with frozen(model), unchanged(model), NoDropout(), without_noise(model), torch.enable_grad():
         # First: hooks of users on an embedding come after it.
         handles = [each.register_forward_hook(cut, prepend=True) for each in embeddings]
         try:
@@ -160,19 +161,6 @@ def _weights(logits: Tensor, first: int) -> Tensor:
     """Random numbers f[B S V], fixed for each row, whatever the other rows of its batch are."""
     seeds = [torch.Generator().manual_seed(first + index) for index in range(len(logits))]
     return torch.stack([torch.randn(logits.shape[1:], generator=seed) for seed in seeds]).to(logits.device)
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, only the embeddings' outputs get a gradient: hooks on parameters do not run."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_parallel.batches import IGNORED_LABEL, count_targets
 from hf_parallel.compat.private_torch import is_cross_entropy, version_of
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.model.dropout import NoDropout
@@ -29,7 +30,6 @@ from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 
 LossKind: TypeAlias = Literal["sum_over_items", "sum_and_extra", "mean", "whole"]
 
-IGNORED = -100
 COUNT = 1009.0  # a number of items that no batch of a probe has
 # Functions whose result has the labels that they were given, in another place, shape or type.
 KEEPS_LABELS = frozenset(
@@ -135,15 +135,20 @@ class _Watch(TorchFunctionMode):
         given.apply_defaults()
         how = given.arguments
         plain = how["weight"] is None and how["size_average"] is None and how["reduce"] is None
-        if not plain or how["ignore_index"] != IGNORED or how["reduction"] not in ("mean", "sum"):
+        if not plain or how["ignore_index"] != IGNORED_LABEL or how["reduction"] not in ("mean", "sum"):
             return None
         if id(how["target"]) not in self._labels or how["target"].is_floating_point():
             return None
-        return _Made(how["reduction"], int(how["target"].ne(IGNORED).sum()), float(out))
+        return _Made(how["reduction"], int(how["target"].ne(IGNORED_LABEL).sum()), float(out))
 
     def _counts(self, name: str, args: Any) -> bool:
         if name in ("ne", "__ne__"):
-            return len(args) == 2 and id(args[0]) in self._labels and isinstance(args[1], int) and args[1] == IGNORED
+            return (
+                len(args) == 2
+                and id(args[0]) in self._labels
+                and isinstance(args[1], int)
+                and args[1] == IGNORED_LABEL
+            )
         return name == "sum" and len(args) == 1 and id(args[0]) in self._kept
 
     def _arithmetic(self, name: str, args: Any, out: Tensor, before: _Made | None) -> _Made | None:
@@ -268,7 +273,7 @@ def _watched(model: nn.Module, sample: Mapping[str, Any], *, trains: bool, count
     count = torch.tensor(COUNT, device=labels[0].device) if counted and labels else None
     if count is not None:
         given["num_items_in_batch"] = count
-    expected = _targets(model, given)
+    expected = int(count_targets(given, loss_shifts_labels(model)))
     watch = _Watch(labels, count)
     with unchanged(model), NoDropout(), without_noise(model), torch.no_grad(), _training(model, trains):
         torch.manual_seed(0)
@@ -276,14 +281,6 @@ def _watched(model: nn.Module, sample: Mapping[str, Any], *, trains: bool, count
             output = model(**given)
         extra = output.get("aux_loss") if isinstance(output, Mapping) else None
         return watch.judge(loss_of(output), extra, expected)
-
-
-def _targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """As `batches.count_targets`."""
-    labels: Tensor | None = batch.get("shift_labels")
-    if labels is None:
-        labels = batch["labels"][..., 1:] if loss_shifts_labels(model) else batch["labels"]
-    return int(labels.ne(IGNORED).sum())
 
 
 @contextmanager
@@ -341,7 +338,7 @@ def _compare_rows(model: nn.Module, sample: Mapping[str, Any], whole: _Made) -> 
             name: value[row : row + 1] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
             for name, value in sample.items()
         }
-        if count := _targets(model, one):
+        if count := int(count_targets(one, loss_shifts_labels(model))):
             try:
                 total += _watched(model, one, trains=False, counted=False).value * count
             except _UnknownError:

@@ -6,10 +6,9 @@ and custom autograd functions are invisible to it; running both forms on two tin
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import is_stock
 from hf_parallel.model.tensors import largest
-from hf_parallel.model.unchanged import unchanged
+from hf_parallel.model.unchanged import frozen, unchanged
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
@@ -103,7 +102,8 @@ def check_split(
     """
     with unchanged(model), NoDropout(), torch.enable_grad():
         reference = _pristine(model, plan)
-        with _untrained(model):
+        # Here and below: a function that somebody put over a forward may run the very model it was put on, also in a copy.
+        with frozen(model):
             expected = [_unsplit(reference, forward_of(reference), sample) for sample in samples]
         del reference
         stages = _place(model, plan, bounds, forward_of, placement or [(index,) for index in range(len(bounds) - 1)])
@@ -116,7 +116,7 @@ def check_split(
             for one in _models_of(stages):
                 one.zero_grad(set_to_none=True)
             torch.manual_seed(0)
-            with _untrained(model):
+            with frozen(model):
                 split_loss = run_stages(stages, sample)
             _compare_losses(plan.model_name, loss, split_loss)
             _compare_gradients(plan.model_name, gradients, _summed_gradients(stages, list(gradients)))
@@ -162,22 +162,6 @@ def _pristine(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     return copied
 
 
-@contextlib.contextmanager
-def _untrained(model: nn.Module) -> Iterator[None]:
-    """Inside, no gradient reaches a model whose copies run, nor what hangs on its parameters.
-
-    A function that somebody put over a forward may run the very model that it was put on, also in a copy.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-
-
 def _unsplit(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
@@ -185,7 +169,7 @@ def _unsplit(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str,
     if not loss.requires_grad:
         raise PlanError(
             "the loss of a copy of the model depends on none of its trained parameters: all are frozen, or its forward runs "
-            "another model."
+            "another model. Train a parameter that the forward reads, or set pp_size to 1."
         )
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}

@@ -142,16 +142,15 @@ def _reduced_per_token(plan: TPPlan, pair: PairPlan) -> float:
     row = plan.linears.get(pair.row)
     if row is not None:
         return total + plan.numel.get(f"{pair.row}.weight", 0) / row.weight.full_size
-    return total + 2 * _expert_width(plan, pair)
+    return total + 2 * _expert_width(plan)
 
 
-def _expert_width(plan: TPPlan, pair: PairPlan) -> float:
-    """Width of what enters and leaves experts: that of the linears of the same layer is not recorded, the model's is."""
-    rows = [linear for linear in plan.linears.values() if linear.role == "row"]
-    names = [name for name, linear in plan.linears.items() if linear.role == "row"]
-    if not rows:
-        return 0.0
-    return plan.numel.get(f"{names[0]}.weight", 0) / rows[0].weight.full_size
+def _expert_width(plan: TPPlan) -> float:
+    """Width of what enters and leaves experts, taken from any row-parallel linear: which one is of the same layer is not recorded."""
+    for name, linear in plan.linears.items():
+        if linear.role == "row":
+            return plan.numel.get(f"{name}.weight", 0) / linear.weight.full_size
+    return 0.0
 
 
 def report(plan: TPPlan, element_size: int, reduced_size: int | None = None) -> list[str]:

@@ -121,7 +121,7 @@ def _with_rewrites(
 ) -> Iterator[Proposal]:
     owners = {name.rpartition(".")[0] for name in layouts.sliced}
     sites = _sites(block, candidate, owners, set(layouts.norms))
-    options = rewrite_options(block, sites, owners, read, _sizes(layouts, width, tp_size))
+    options = rewrite_options(sites, owners, read, _sizes(layouts, width, tp_size))
     inputs = _per_head_inputs(block.arguments, _head_count(sites), tp_size)
     base = PairPlan("", candidate.columns, candidate.row, sliced=layouts.sliced, norms=layouts.norms)
     pairs = [base]
@@ -176,7 +176,7 @@ def _levels(block: Block, candidate: Candidate, parts: tuple[int, ...], tp_size:
     starts = [sum(parts[:rank]) for rank in range(tp_size)]
     ranges: list[Ranges] = [((start, size),) for start, size in zip(starts, parts, strict=True)]
     plain = measure_row(block, candidate.row, ranges)
-    layouts = _layouts(block, candidate, plain, frozenset(), frozenset(), tp_size)
+    layouts = _layouts(block, candidate, plain, frozenset(), frozenset())
     if layouts is not None:
         yield layouts
     inner = frozenset(name for name, feeds in zip(candidate.columns, candidate.feeds, strict=True) if feeds)
@@ -187,7 +187,7 @@ def _levels(block: Block, candidate: Candidate, parts: tuple[int, ...], tp_size:
     reduced = frozenset(name for name in inner if name in found.channels and _all_split(found.channels[name]))
     if inner:
         found = measure_row(block, candidate.row, ranges, mixing, reduced)
-    layouts = _layouts(block, candidate, found, mixing, reduced, tp_size)
+    layouts = _layouts(block, candidate, found, mixing, reduced)
     if layouts is not None and (layouts.norms or reduced):
         yield layouts
 
@@ -203,7 +203,6 @@ def _layouts(
     found: Influence,
     mixing: frozenset[str],
     reduced: frozenset[str],
-    tp_size: int,
 ) -> Layouts | None:
     linears: dict[str, LinearPlan] = {}
     feeds_of = dict(zip(candidate.columns, candidate.feeds, strict=True))

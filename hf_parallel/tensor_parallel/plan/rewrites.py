@@ -138,7 +138,7 @@ def rewrite_sets(options: list[Option]) -> Iterator[tuple[AttributeRewrite, ...]
 
 
 def rewrite_options(
-    block: Block, sites: Mapping[str, nn.Module], owners: set[str], read: Mapping[str, set[str]], sizes: Sizes
+    sites: Mapping[str, nn.Module], owners: set[str], read: Mapping[str, set[str]], sizes: Sizes
 ) -> list[Option]:
     """Everything that may have to change in the modules `sites`; `owners` hold tensors that are split."""
     options: list[Option] = []

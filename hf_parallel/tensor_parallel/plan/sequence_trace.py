@@ -65,7 +65,7 @@ def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> Hi
     """
     stack = find_stack(model, plan)
     calls, used, made, output = _calls_of(model, stack, sample)
-    hidden = _hidden_of(model, stack, calls)
+    hidden = _hidden_of(model, calls)
     given = [[p for p, t in call.given.items() if _is_hidden(t, hidden)] for call in calls]
     returned = [[p for p, t in call.returned.items() if _is_hidden(t, hidden)] for call in calls]
     for i, (before, after) in enumerate(itertools.pairwise(calls)):
@@ -159,7 +159,7 @@ def _is_hidden(tensor: Tensor, hidden: Tensor) -> bool:
     return tensor.shape == hidden.shape and tensor.requires_grad
 
 
-def _hidden_of(model: nn.Module, stack: str, calls: list[Call]) -> Tensor:
+def _hidden_of(model: nn.Module, calls: list[Call]) -> Tensor:
     """The first tensor that the first block passes to the second, or gets if there is only one block."""
     handed = (
         {id(t) for t in calls[0].returned.values()} if len(calls) > 1 else {id(t) for t in calls[0].given.values()}

@@ -30,7 +30,10 @@ def plan_on_one_rank(make: Callable[[], TPPlan], waiting: Waiting | None = None)
         return json.dumps(plan.to_json()), plan.fingerprint()
 
     text, fingerprint = on_rank_zero(
-        send, "plans the shards", waiting=waiting, explain=lambda what: PlanError(f"planning failed: {what}")
+        send,
+        "plans the shards",
+        waiting=waiting,
+        explain=lambda what: PlanError(f"shards could not be planned: {what}. Set tp_size to 1."),
     )
     plan = TPPlan.from_json(json.loads(text))
     if plan.fingerprint() != fingerprint:

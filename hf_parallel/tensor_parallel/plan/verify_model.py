@@ -122,7 +122,10 @@ def _verify(
     try:
         results = run_virtual_ranks(groups, lambda rank: _outputs_and_grads(shards[rank], sample, mode))
     except Exception as error:  # the model's own code, on shards: may raise anything
-        raise PlanError(f"the sharded model does not run: {type(error).__name__}: {error}") from error
+        raise PlanError(
+            f"the sharded model does not run: {type(error).__name__}: {error}. Keep the modules in question whole ('gather' in "
+            "tensor_parallel.plan), or set tp_size to 1."
+        ) from error
     _compare(
         plan, mode, reference, [values for values, _ in results], lambda name: [grads[name] for _, grads in results]
     )

@@ -31,7 +31,6 @@ from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
 from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN, override_for
 from hf_parallel.tensor_parallel.plan.trace import (
     NOISE_SEED,
-    LinearInfo,
     agree,
     find_linears,
     run,
@@ -258,13 +257,13 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
     head = model.get_submodule(name)
     info = find_linears(head)[""]
     sizes = split_sizes(info.out_features, tp_size)
-    whole = _run_tail(model, head, info, sample, None, slice(None))
-    _run_in_training(model, lambda: _run_tail(model, head, info, sample, None, slice(None)))
+    whole = _run_tail(model, head, sample, None, slice(None))
+    _run_in_training(model, lambda: _run_tail(model, head, sample, None, slice(None)))
     if whole.logits.shape[-1] != info.out_features or whole.vocab_size not in (None, info.out_features):
         raise _RefusedError(f"the loss sees {whole.logits.shape[-1]} of {info.out_features} columns")
     starts = [sum(sizes[:rank]) for rank in range(tp_size)]
     rows = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    parts = [_run_tail(model, head, info, sample, whole.hidden.detach(), part) for part in rows]
+    parts = [_run_tail(model, head, sample, whole.hidden.detach(), part) for part in rows]
     if any(not _same(part.labels, whole.labels) for part in parts):
         raise _RefusedError("the labels depend on the logits")
     if any(part.logits.shape[-1] != size for part, size in zip(parts, sizes, strict=True)) or not agree(
@@ -316,7 +315,6 @@ def _check_tail_gradients(model: nn.Module, whole: _Tail, parts: list[_Tail], ro
 def _run_tail(
     model: nn.Module,
     head: nn.Module,
-    info: LinearInfo,
     sample: Mapping[str, Any],
     hidden: Tensor | None,
     rows: slice,
