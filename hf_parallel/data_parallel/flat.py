@@ -19,7 +19,8 @@ from hf_parallel.data_parallel.host import HostMemory
 from hf_parallel.errors import UnsupportedError
 
 
-PER_TENSOR = frozenset({"step"})  # state that is one number, even for a parameter that is one number itself
+# State that is one number, even for a parameter that is one number itself; the last three are NAdam's and ASGD's.
+PER_TENSOR = frozenset({"step", "mu_product", "eta", "mu"})
 PIECE = 2**22  # elements that are compared at once
 CHANGED_PARTS = (
     "parameters in optimizer.param_groups were changed outside of optimizer.step() with zero.stage above 0: there the optimizer "

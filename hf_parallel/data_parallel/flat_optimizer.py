@@ -28,23 +28,23 @@ def group_of_parameters(optimizer: Optimizer) -> dict[int, int]:
     return found
 
 
-def take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> list[str]:
+def take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> list[tuple[FlatShard, list[str]]]:
     """Give the optimizer the flat parts in place of the parameters, with the state it has of these.
 
     Returns:
-        Names of parameters of which it has no state although it has stepped on others of their part.
+        Parts of which it has state, and the names of their parameters of which it has none.
     """
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [shard.master for shard in shards if shard.group == index]
     old = dict(optimizer.state)
     optimizer.state.clear()
-    unstepped: list[str] = []
+    unstepped: list[tuple[FlatShard, list[str]]] = []
     for shard in shards:
         named = list(zip(shard.bucket.names, shard.bucket.params, strict=True))
         found = [(position, old[param]) for position, (_, param) in enumerate(named) if old.get(param)]
         if found:
             optimizer.state[shard.master] = pack_state(shard, dict(found))
-            unstepped += [name for name, param in named if not old.get(param)]
+            unstepped.append((shard, [name for name, param in named if not old.get(param)]))
     return unstepped
 
 

@@ -10,7 +10,6 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os (stage 1) an
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from zlib import crc32
 
@@ -36,6 +35,7 @@ from hf_parallel.data_parallel.flat_optimizer import group_of_parameters, per_el
 from hf_parallel.data_parallel.host import FusedOnHost, HostMemory
 from hf_parallel.data_parallel.late_gather import LateGather
 from hf_parallel.data_parallel.overlap import Overlap
+from hf_parallel.data_parallel.shared_counts import SharedCounts
 from hf_parallel.data_parallel.wire import (
     PLAIN,
     PlainWire,
@@ -46,10 +46,6 @@ from hf_parallel.data_parallel.wire import (
     announced_factor,
     require_announced,
 )
-from hf_parallel.errors import UnsupportedError
-
-
-logger = logging.getLogger(__name__)
 
 
 class ZeroPartition:
@@ -73,6 +69,7 @@ class ZeroPartition:
         copies: Sums this rank's part over the copies of the optimizer state; None if there is one copy.
         gathered_bytes: Of updated parameters that this rank handed to gathers so far.
         absent_names: Names of parameters that have no gradient on any rank.
+        counts: Which parameters took fewer steps than their part counts.
         drops: A digest of the gradients that user code has dropped before steps until now; the same on all ranks of a part.
 
     Raises:
@@ -119,7 +116,9 @@ class ZeroPartition:
         for shard in self.shards:
             shard.counted = counted_pieces(shard, counted)
         self._buckets = buckets
-        unstepped = take_over(optimizer, self.shards)
+        self.counts = SharedCounts(optimizer, stage)
+        for shard, names_of_it in take_over(optimizer, self.shards):
+            self.counts.begin(shard, names_of_it)
         on_host = any(shard.master.device.type == "cpu" for shard in self.shards)
         self._kernel = FusedOnHost(optimizer) if on_host else None
         optimizer.register_step_pre_hook(self._before_step)
@@ -142,8 +141,6 @@ class ZeroPartition:
         self.absent_names: frozenset[str] = frozenset()
         self.drops = 0  # a digest of the gradients that user code has dropped before steps until now
         self._dropped: frozenset[str] = frozenset()  # those of them that user code has dropped
-        # Names that a counted step left out, and whether user code wanted that.
-        self._missed: dict[str, bool] = dict.fromkeys(unstepped, True)
         # Optimizer copies on another device are updated only if the fingerprint of the parameters has changed.
         self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
         self._prints = self._fingerprints()
@@ -243,40 +240,6 @@ class ZeroPartition:
                 shard.master.grad, shard.absent = None, []
         self._dropped, self.absent_names = self._dropped | (gone - self.absent_names), gone
 
-    def _judge_counts(self) -> None:
-        """Parameters of a bucket share one count of steps, in which none may have been left out that is updated now.
-
-        Raises:
-            UnsupportedError: User code has dropped the gradient of one in an earlier step.
-        """
-        if not (self.absent_names or self._missed):
-            return
-        for shard in self.shards:
-            if shard.master.grad is None:
-                continue
-            absent = self.absent_names.intersection(shard.bucket.names)
-            again = [name for name in shard.bucket.names if name in self._missed and name not in absent]
-            if again and "step" in self.optimizer.state.get(shard.master, {}):
-                self._refuse_or_warn(again)
-            self._missed |= {name: name in self._dropped for name in absent}
-
-    def _refuse_or_warn(self, again: Sequence[str]) -> None:
-        dropped = [name for name in again if self._missed[name]]
-        if dropped:
-            raise UnsupportedError(
-                f"the gradient of {dropped[0]} was dropped (p.grad = None) before an earlier step, and is stepped on now, with "
-                f"zero.stage={self.stage}: its optimizer counts steps for all parameters of a bucket together, so the bias correction "
-                "would differ from that of one process. Set the gradient to zero, drop those of all parameters, or set zero.stage to 0."
-            )
-        logger.warning(
-            "hf_parallel: %s has a gradient in some steps only. ZeRO does not change it in the others, but its "
-            "Adam step count is shared by its bucket, so the bias correction differs from that of one process. Set "
-            "zero.stage to 0 if that matters.",
-            again[0],
-        )
-        for name in again:
-            del self._missed[name]
-
     def zero_grad(self) -> None:
         """Drop the gradients of this rank's parts."""
         for shard in self.shards:
@@ -312,7 +275,7 @@ class ZeroPartition:
         self.note()
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._judge_counts()
+        self.counts.step(self.shards, self.absent_names, self._dropped)
         if self._dropped:
             self.drops = crc32(" ".join(sorted(self._dropped)).encode(), self.drops)
         self.take_edits()

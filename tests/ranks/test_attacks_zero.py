@@ -300,7 +300,7 @@ BODIES |= WHOLE | {"resized": resized, "skipped": skipped, "temperature": temper
 BODIES |= {f"dropped_at_{step}": dropped(step) for step in range(STEPS)}
 BODIES |= {"dropped_always": dropped(*range(STEPS)), "dropped_by_sgd": dropped_by_sgd}
 BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
-COUNTED = "was dropped (p.grad = None) before an earlier step, and is stepped on now"
+COUNTED = "its gradient was dropped by p.grad = None, or it was frozen), and is stepped on now"
 OF_PART = "the change would reach one replica only"
 IS_COPY, IS_PART = "rows are a copy and the change would be lost", "this rank has a part of it"
 # Changes where the optimizer has flat parts, and what is said of them.

@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[Loop], None]] = {
     "drawn": drawn_anew,
 }
 UNLIKE = "had stepped before it was prepared, and its state step is"
-DROPPED = "was dropped (p.grad = None) before an earlier step, and is stepped on now, with zero.stage=1"
+DROPPED = "its gradient was dropped by p.grad = None, or it was frozen), and is stepped on now, with zero.stage=1"
 EXPECTED = {
     ("adagrad", "tp2"): "",
     ("drawn", "pp2"): "",

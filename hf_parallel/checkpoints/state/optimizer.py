@@ -27,6 +27,7 @@ SEPARATOR = "::"
 PREFIX = f"optimizer{SEPARATOR}"
 WHOLE = "@whole"
 MASTER_WEIGHT = "master_weight"  # the fp32 copy of a parameter that is in half precision
+MISSED_BY_USER = "missed_by_user"  # of a parameter that took fewer steps than others of its flat part (see `Missed`)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def elements_of(view: OptimizerView) -> Iterator[Elements]:
     """All state on this rank; tensors are views where memory allows."""
     if view.zero is not None:
         for shard in view.zero.shards:
-            yield from _of_flat(view.zero.optimizer, shard)
+            yield from _of_flat(view.zero, shard)
         return
     for name, parameter in view.trained():
         state = dict(view.optimizer.state.get(parameter, {}))
@@ -151,18 +152,22 @@ def elements_of(view: OptimizerView) -> Iterator[Elements]:
         yield Elements(name, start, flat, {key: value for key, value in state.items() if key not in flat})
 
 
-def _of_flat(optimizer: torch.optim.Optimizer, shard: FlatShard) -> Iterator[Elements]:
-    state = dict(optimizer.state.get(shard.master, {}))
+def _of_flat(zero: ZeroPartition, shard: FlatShard) -> Iterator[Elements]:
+    state = dict(zero.optimizer.state.get(shard.master, {}))
     if shard.is_finer:
         state[MASTER_WEIGHT] = shard.master.detach()
     flat = {key: value for key, value in state.items() if is_per_element(value, key, shard.master)}
-    others = {key: value for key, value in state.items() if key not in flat}
+    shared = {key: value for key, value in state.items() if key not in flat}
     for position, name in enumerate(shard.bucket.names):
+        others = zero.counts.of(name, shared)
+        mine = flat if others or not shared else {key: flat[key] for key in flat.keys() & {MASTER_WEIGHT}}
+        if name in zero.counts.missed:
+            others = {**others, MISSED_BY_USER: zero.counts.missed[name].by_user}
         piece = shard.inside(position)
         if piece is None:
             yield Elements(name, others=others)
         else:
-            yield Elements(name, start_in(shard, position, piece), {k: v[piece] for k, v in flat.items()}, others)
+            yield Elements(name, start_in(shard, position, piece), {k: v[piece] for k, v in mine.items()}, others)
 
 
 def start_in(shard: FlatShard, position: int, piece: slice) -> int:

@@ -12,6 +12,7 @@ from hf_parallel.checkpoints.state.dcp import TensorIndex
 from hf_parallel.checkpoints.state.groups import OWN, match_groups
 from hf_parallel.checkpoints.state.optimizer import (
     MASTER_WEIGHT,
+    MISSED_BY_USER,
     PREFIX,
     SEPARATOR,
     OptimizerView,
@@ -22,6 +23,7 @@ from hf_parallel.checkpoints.state.optimizer import (
 from hf_parallel.checkpoints.state.pieces import Piece, pieces_of
 from hf_parallel.data_parallel.flat import FlatShard, is_per_element
 from hf_parallel.data_parallel.fsdp_parts import first_row_of, is_part, local_of, part_like
+from hf_parallel.data_parallel.shared_counts import COUNT, Missed
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import CheckpointError
 
@@ -39,10 +41,12 @@ class SavedState:
         self.index, self.place = index, place
         self._keys: dict[str, dict[str, torch.dtype]] = {}
         self._numbers: dict[str, dict[str, Any]] = {}
+        self._missed: dict[str, dict[str, bool]] = {}
         for label, (_, dtype) in index.tensors.items():
             self._note(self._keys, label, dtype)
         for label, value in numbers.items():
-            self._note(self._numbers, label, decode(value))
+            is_mark = label.rpartition(SEPARATOR)[2].partition("@")[0] == MISSED_BY_USER
+            self._note(self._missed if is_mark else self._numbers, label, decode(value))
 
     def _note(self, found: dict[str, dict[str, Any]], label: str, value: object) -> None:
         if not label.startswith(PREFIX):
@@ -60,6 +64,10 @@ class SavedState:
     def numbers(self, name: str) -> dict[str, Any]:
         """What is one number for a parameter."""
         return dict(self._numbers.get(name, {}))
+
+    def missed_by_user(self, name: str) -> bool | None:
+        """Whether a parameter took fewer steps than others of its flat part because user code wanted that; None if it did not."""
+        return self._missed.get(name, {}).get(MISSED_BY_USER)
 
     def others(self, name: str) -> tuple[dict[str, Tensor], list[Piece]]:
         """Tensors of other shapes than the parameter's, to be filled, and the pieces that fill them.
@@ -157,9 +165,11 @@ def _restore_flat(zero: ZeroPartition, saved: SavedState, settings: Sequence[Map
     packed: dict[int, dict[str, Any]] = {}
     masters: list[tuple[FlatShard, Tensor]] = []
     pieces: list[Piece] = []
+    zero.counts.missed = {}
     for position, shard in enumerate(order):
-        state, mine = _flat_targets(shard, saved)
-        pieces += mine
+        state, missed = _shared_numbers(shard, saved)
+        zero.counts.missed |= missed
+        pieces += _flat_targets(shard, saved, state)
         if MASTER_WEIGHT in state:
             masters.append((shard, state.pop(MASTER_WEIGHT)))
         if state:
@@ -176,19 +186,37 @@ def _restore_flat(zero: ZeroPartition, saved: SavedState, settings: Sequence[Map
     zero.optimizer.load_state_dict({"state": packed, "param_groups": groups})
 
 
-def _flat_targets(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], list[Piece]]:
-    """State of a flat part to be filled, and the pieces that fill it."""
-    place = saved.place
+def _shared_numbers(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], dict[str, Missed]]:
+    """What is one number for a flat part, and which of its parameters took fewer steps.
+
+    Raises:
+        CheckpointError: Its parameters have unequal numbers, and nobody knows why.
+    """
+    found = {name: saved.numbers(name) for name in shard.bucket.names}
+    taken = {name: float(numbers.get(COUNT, 0)) for name, numbers in found.items()}
+    most = max(taken.values())
+    missed: dict[str, Missed] = {}
     state: dict[str, Any] = {}
-    pieces: list[Piece] = []
-    for position, name in enumerate(shard.bucket.names):
-        for key, value in saved.numbers(name).items():
+    for name, numbers in found.items():
+        by_user = saved.missed_by_user(name)
+        if taken[name] < most and (by_user is not None or not taken[name]):
+            missed[name] = Missed(int(most - taken[name]), by_user is not False)
+            continue
+        for key, value in numbers.items():
             if state.setdefault(key, value) != value:
                 raise CheckpointError(
                     f"{saved.index.folder}: the optimizer state {key} is {float(value):g} for {name} and {float(state[key]):g} for "
                     "other parameters (it was unfrozen later, or had no gradient in some steps). With native ZeRO the parameters of "
                     "a flat part share one number. Resume with zero.stage 0 or 3."
                 )
+    return state, missed
+
+
+def _flat_targets(shard: FlatShard, saved: SavedState, state: dict[str, Any]) -> list[Piece]:
+    """Add tensors to the state of a flat part, and give the pieces that fill them."""
+    place = saved.place
+    pieces: list[Piece] = []
+    for position, name in enumerate(shard.bucket.names):
         for key, dtype in saved.tensors(name).items():
             if key == MASTER_WEIGHT and not shard.is_finer:
                 continue
@@ -206,4 +234,4 @@ def _flat_targets(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], 
                 f"{saved.index.folder}: the optimizer state of {name} is not one entry an element "
                 f"({', '.join(saved.others(name)[0])}): native ZeRO cannot load it. Set zero.stage to 0."
             )
-    return state, pieces
+    return pieces
