@@ -103,13 +103,6 @@ def weights_after(loop: Loop, step: int) -> None:
     (0.1 * loop.model.get_input_embeddings().weight.square().sum()).backward()
 
 
-def weights_after_unlike(loop: Loop, step: int) -> None:
-    """What replicas add to a gradient that is reduced differs."""
-    loss = loop.loss(step)
-    loss.backward()
-    (loss.detach() * loop.model.get_input_embeddings().weight.square().sum()).backward()
-
-
 def weights_before(loop: Loop, step: int) -> None:
     loss = loop.loss(step)
     (0.1 * loop.model.get_input_embeddings().weight.square().sum()).backward()
@@ -155,7 +148,7 @@ IS_PART = "outside of the model's forward, where this rank has only its part of 
 REFUSED: dict[str, dict[str, str]] = {
     "after": {"tp2": LATE, "zero3": OF_PARTS},
     "before_forward": {"zero3": OF_PARTS},
-    **{name: {"tp2": IS_PART} for name in ("weights", "weights_before", "weights_after", "weights_after_unlike")},
+    **{name: {"tp2": IS_PART} for name in ("weights", "weights_before", "weights_after")},
 }
 CASES = [(name, layout) for name in BODIES for layout in TWO]
 # Slow: layouts that are no parts of an optimizer's states take turns too; whatever a row is refused with is in a case of it.
