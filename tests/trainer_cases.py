@@ -292,7 +292,7 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, dic
 
 
 def stock(case: Case) -> Case:
-    """The run it must equal: no callback, one process."""
+    """The run it must equal: no callback, on one process or under stock DDP."""
     return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
 
 
