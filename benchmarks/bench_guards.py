@@ -228,31 +228,41 @@ class Bench:
             self.spent.append((variant, *mine.tolist()))
         return sample
 
+    def reset(self) -> None:
+        """Forget what was measured while it warmed up."""
+        self.switch.by_name.clear()
 
-def worker(rank: int, settings: Settings) -> dict[str, Any]:
-    """Run one rank; return samples and seconds inside of the guards, by layout."""
+    def facts(self) -> dict[str, Any]:
+        """What was measured inside of the guards."""
+        steps = self.settings.rounds * self.settings.steps
+        by_name = {name: 1e3 * spent / steps for name, spent in sorted(self.switch.by_name.items())}
+        return {"cpu_ms_of_rank_0": by_name, "spent": self.spent, "parameters": self.parameters}
+
+
+def measured(
+    rank: int, settings: Settings, kind: type[Bench], switch: Any, variants: tuple[str, str]
+) -> dict[str, Any]:
+    """Run one rank; return by layout its samples of both variants, and what its bench measured inside of steps."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    switch = Switch()
     found: dict[str, Any] = {}
     for layout in settings.layouts:
-        bench = Bench(rank, settings, layout, switch)
+        bench = kind(rank, settings, layout, switch)
         for _ in range(4):  # the first steps compare batches byte by byte
-            facts = {name: (bench.sample(name, MICROBATCHES, -1).loss,) for name in VARIANTS}
+            facts = {name: (bench.sample(name, MICROBATCHES, -1).loss,) for name in variants}
         check_agreement(facts, "bare")
-        switch.by_name.clear()
-        samples = all_samples(VARIANTS, [MICROBATCHES], lambda count: settings.rounds, bench.sample)
-        steps = settings.rounds * settings.steps
-        found[layout] = {
-            "cpu_ms_of_rank_0": {name: 1e3 * spent / steps for name, spent in sorted(switch.by_name.items())},
-            "samples": [asdict(sample) for sample in samples],
-            "spent": bench.spent,
-            "parameters": bench.parameters,
-        }
-        switch.set("guarded")
+        bench.reset()
+        samples = all_samples(variants, [MICROBATCHES], lambda count: settings.rounds, bench.sample)
+        found[layout] = {"samples": [asdict(sample) for sample in samples], **bench.facts()}
+        switch.set(variants[0])
         with contextlib.suppress(AttributeError):
             bench.accelerator.hf_parallel.watchdog.stop()  # type: ignore[attr-defined]
     return found
+
+
+def worker(rank: int, settings: Settings) -> dict[str, Any]:
+    """Run one rank."""
+    return measured(rank, settings, Bench, Switch(), VARIANTS)
 
 
 def row_of(layout: str, found: dict[str, Any], settings: Settings) -> dict[str, Any]:

@@ -10,18 +10,16 @@ is also measured by itself: the ends of steps as they are, and every span by wha
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import bench_guards
-from bench_guards import MICROBATCHES, Bench, Settings
+from bench_guards import MICROBATCHES, Bench, Settings, measured
 from rich.console import Console
 from rich.table import Table
-from timing import Rounds, Sample, all_samples, check_agreement, parser_of, run_both_ranks, write_report
+from timing import Rounds, Sample, parser_of, run_both_ranks, write_report
 
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.monitor.report.monitor import EVERY, Monitor
@@ -57,7 +55,7 @@ class MonitorBench(Bench):
         self.monitor = Monitor(session.engine, session.config, session.schedule, Path("build"))
         self.recorder: Recorder = session.engine.recorder
         self.number, self.records = 0, True
-        self.ends_s, self.spans, self.measured = 0.0, 0, 0
+        self.reset()
         switch.bench = self
 
     def step(self) -> float:
@@ -78,6 +76,10 @@ class MonitorBench(Bench):
         self.measured += 1
         return loss
 
+    def reset(self) -> None:
+        """Forget what was measured while it warmed up."""
+        self.ends_s, self.spans, self.measured = 0.0, 0, 0
+
     def facts(self) -> dict[str, float]:
         """Of a step: seconds at its ends, its spans, and what they take."""
         recorder = Recorder(self.accelerator.device)
@@ -91,22 +93,8 @@ class MonitorBench(Bench):
 
 
 def worker(rank: int, settings: Settings) -> dict[str, Any]:
-    """Run one rank; samples and seconds inside of the monitor, by layout."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    found: dict[str, Any] = {}
-    for layout in settings.layouts:
-        switch = Switch()
-        bench = MonitorBench(rank, settings, layout, switch)
-        for _ in range(4):  # the first steps compare batches byte by byte
-            facts = {name: (bench.sample(name, MICROBATCHES, -1).loss,) for name in VARIANTS}
-        check_agreement(facts, "bare")
-        bench.ends_s, bench.spans, bench.measured = 0.0, 0, 0
-        samples = all_samples(VARIANTS, [MICROBATCHES], lambda count: settings.rounds, bench.sample)
-        found[layout] = {"samples": [asdict(sample) for sample in samples], **bench.facts()}
-        with contextlib.suppress(AttributeError):
-            bench.accelerator.hf_parallel.watchdog.stop()  # type: ignore[attr-defined]
-    return found
+    """Run one rank."""
+    return measured(rank, settings, MonitorBench, Switch(), VARIANTS)
 
 
 def row_of(layout: str, found: dict[str, Any], settings: Settings) -> dict[str, Any]:

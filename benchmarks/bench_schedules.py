@@ -159,11 +159,12 @@ class ScheduleBench:
 
 
 class CutBench:
-    """One rank's side of the cuts: the same Llama, cut in different places."""
+    """One rank's side of cuts: the same Llama, cut in different places."""
 
-    def __init__(self, rank: int, settings: Settings) -> None:
-        self.settings = settings
-        self.clock = Clock(rank, settings.foreign, settings.quiet_budget)
+    def __init__(
+        self, rank: int, settings: Any, names: Sequence[str], foreign: float, speeds: Sequence[float] | None = None
+    ) -> None:
+        self.clock = Clock(rank, foreign, settings.quiet_budget)
         config = llama_config(settings.hidden, settings.blocks, settings.vocab, settings.length)
         torch.manual_seed(0)
         self.ids = torch.randint(0, settings.vocab, (max(settings.microbatches), 1, settings.length))
@@ -171,7 +172,7 @@ class CutBench:
         self.variants: dict[str, Variant] = {}
         self.models: dict[str, nn.Module] = {}
         choice = ScheduleChoice(PipelineConfig(schedule="1f1b"), RANKS)
-        for name in CUTS:
+        for name in names:
             torch.manual_seed(1)
             model = LlamaForCausalLM(config).train()
             samples = probe_samples(model, settings.vocab)
@@ -183,6 +184,7 @@ class CutBench:
                 *(plan.num_blocks, RANKS, "even" if name == "even" else "balanced", costs),
                 allowed=plan.allowed_cuts(),
                 schedule=choice.training(max(settings.microbatches)),
+                speeds=speeds if name == "by speed" else None,
             )
             self.bounds[name] = bounds
             if name == "measured" and bounds == self.bounds["balanced"]:
@@ -225,7 +227,7 @@ def worker(rank: int, settings: Settings) -> dict[str, Any]:
         samples = all_samples(SCHEDULES, settings.microbatches, lambda count: settings.rounds, bench.sample)
         facts["schedules"] = [asdict(sample) for sample in samples]
     if "cuts" in settings.parts:
-        cuts = CutBench(rank, settings)
+        cuts = CutBench(rank, settings, CUTS, settings.foreign)
         for count in settings.microbatches:
             check_agreement({name: (cuts.sample(name, count, -1).loss,) for name in cuts.variants}, "even")
         samples = all_samples(list(cuts.variants), settings.microbatches, lambda count: settings.rounds, cuts.sample)

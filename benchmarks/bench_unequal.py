@@ -24,32 +24,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_schedules import Variant
+from bench_schedules import CutBench
 from rich.console import Console
 from rich.table import Table
 from timing import (
-    Clock,
     Rounds,
     Sample,
     all_samples,
     check_agreement,
-    llama_config,
     parser_of,
     run_both_ranks,
     settings_of,
     write_report,
 )
-from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from torch import nn
 
 from hf_parallel.engine.plan.rank_limits import products_per_s, relative_speeds
-from hf_parallel.model.samples import probe_samples
-from hf_parallel.pipeline_parallel.plan.costs import block_costs
-from hf_parallel.pipeline_parallel.plan.discover import discover_stages
-from hf_parallel.pipeline_parallel.plan.partition import partition
-from hf_parallel.pipeline_parallel.run.stage import cut_stages
-from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.settings.sections import PipelineConfig
 
 
 CUTS = ("even", "balanced", "by speed")
@@ -74,47 +64,6 @@ class Settings:
     foreign: float = 0.15
 
 
-class Bench:
-    """One rank's side: the same Llama, cut in different places."""
-
-    def __init__(self, rank: int, settings: Settings, speeds: Sequence[float]) -> None:
-        self.settings = settings
-        self.clock = Clock(rank, settings.foreign + LOAD, settings.quiet_budget)
-        torch.manual_seed(0)
-        self.ids = torch.randint(0, settings.vocab, (max(settings.microbatches), 1, settings.length))
-        choice = ScheduleChoice(PipelineConfig(), RANKS)
-        self.bounds: dict[str, list[int]] = {}
-        self.models: dict[str, nn.Module] = {}
-        self.variants: dict[str, Variant] = {}
-        for name in CUTS:
-            torch.manual_seed(1)
-            config = llama_config(settings.hidden, settings.blocks, settings.vocab, settings.length)
-            model = LlamaForCausalLM(config).train()
-            plan = discover_stages(model, probe_samples(model, settings.vocab), cost_tokens=(1, settings.length))
-            self.bounds[name] = partition(
-                *(plan.num_blocks, RANKS, "even" if name == "even" else "balanced", block_costs(model, plan)),
-                allowed=plan.allowed_cuts(),
-                schedule=choice.training(max(settings.microbatches)),
-                speeds=speeds if name == "by speed" else None,
-            )
-            stages = cut_stages(model, plan, self.bounds[name], [rank], model.forward)
-            self.models[name], self.variants[name] = model, Variant(rank, choice, dict(stages), self.clock)
-
-    def sample(self, name: str, microbatches: int, number: int) -> Sample:
-        """Time one step of a cut."""
-        self.models[name].zero_grad()
-        inputs = [
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
-            for ids in self.ids[:microbatches]
-        ]
-
-        def loss_of(output: Any, index: int) -> Tensor:
-            loss: Tensor = output.loss / microbatches
-            return loss
-
-        return self.clock.sample(name, microbatches, number, lambda: self.variants[name].step(inputs, loss_of))
-
-
 def worker(rank: int, settings: Settings) -> dict[str, Any]:
     """Run one rank; return the samples, the bounds and the measured speeds."""
     cores = sorted(os.sched_getaffinity(0))
@@ -124,7 +73,7 @@ def worker(rank: int, settings: Settings) -> dict[str, Any]:
         found: list[float] = [0.0] * RANKS
         dist.all_gather_object(found, products_per_s(nn.Linear(1, 1), torch.device("cpu"), 2.0))
         speeds = relative_speeds(found)
-        bench = Bench(rank, settings, speeds)
+        bench = CutBench(rank, settings, CUTS, settings.foreign + LOAD, speeds)
         for count in settings.microbatches:  # also warms up
             check_agreement({name: (bench.sample(name, count, -1).loss,) for name in CUTS}, "even")
         samples = all_samples(CUTS, settings.microbatches, lambda count: settings.rounds, bench.sample)

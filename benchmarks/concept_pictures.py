@@ -23,7 +23,7 @@ from matplotlib.patches import FancyBboxPatch  # noqa: E402
 
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-BLUE, ORANGE, GREEN, RED, GREY, PURPLE = "#cfe2f8", "#fbdcb8", "#cdeccd", "#f6cccc", "#e6e6e6", "#e2d4f2"
+BLUE, ORANGE, GREEN, RED, GREY = "#cfe2f8", "#fbdcb8", "#cdeccd", "#f6cccc", "#e6e6e6"
 INK = "#222222"
 
 

@@ -114,6 +114,13 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def start_server() -> None:
     """Start the fork server unless it runs; it finds `preloaded` beside this file."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from hf_parallel.compat import private_collectives
+from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.plan import verify_model
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
@@ -86,6 +88,12 @@ def spread(model: nn.Module) -> None:
                 parameter.copy_(noise * 0.6 / parameter.shape[-1] ** 0.5)
 
 
+def on_all_ranks(item: Any) -> list[Any]:
+    items: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
 def gathered(plan: TPPlan, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Full tensors by name; replicated ones must be bit-equal on all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -119,6 +127,15 @@ def plan_sample() -> dict[str, Tensor]:
     """What plans are made with: no labels."""
     batch = tiny_batch(seed=11, rows=3, length=5)
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+
+
+def roles(plan: TPPlan) -> dict[str, str]:
+    return {name: linear.role for name, linear in plan.linears.items()}
+
+
+def ledger_of(model: nn.Module, specs: dict[str, ShardSpec] | None = None) -> Ledger:
+    """Of one stage that holds all."""
+    return build_ledger(model, pp_size=1, holds=lambda stage, name: True, specs=specs or {})
 
 
 def backward(model: nn.Module, num_batches: int = 1) -> list[float]:

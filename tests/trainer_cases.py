@@ -243,6 +243,41 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
     )
 
 
+def change_batches(trainer: Trainer, batches: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """After the first `batches`."""
+    genuine, count = trainer.data_collator, iter(range(batches))
+
+    def collate(features: list[Any]) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = genuine(features)
+        if next(count, None) is None:
+            change(batch)
+        return batch
+
+    trainer.data_collator = collate
+
+
+def at_step(
+    trainer: Trainer, where: str, act: Callable[[], None], step: int, batches: int, layer: str = "mlp"
+) -> None:
+    """Do `act` in a step: in a pass of the first layer whose name ends so, or in a callback; or in the collator, after `batches`."""
+
+    class Arm(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step != step:
+                return
+            found = next(module for name, module in model.named_modules() if name.endswith(layer))
+            if where == "forward":
+                found.register_forward_pre_hook(lambda *inputs: act())
+            elif where == "backward":
+                found.register_forward_hook(lambda *passed: passed[-1].register_hook(lambda gradient: act()) and None)
+            elif where == "callback":
+                act()
+
+    trainer.add_callback(Arm())
+    if where == "collator":
+        change_batches(trainer, batches, lambda batch: act())
+
+
 def run_case(case: Case, folder: Path, world_size: int) -> dict[str, Any]:
     """Train, and return what parity compares: losses, norms, metrics, and the weights of the exported checkpoint."""
     snapshots = Snapshots(folder)
@@ -292,7 +327,7 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, dic
 
 
 def stock(case: Case) -> Case:
-    """The run it must equal: no callback, one process."""
+    """The run it must equal: no callback, on one process or under stock DDP."""
     return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
 
 

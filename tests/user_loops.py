@@ -16,6 +16,7 @@ from torch import nn
 from hf_parallel.errors import ParallelError, UnsupportedError
 
 
+ENV = {"ACCELERATE_USE_CPU": "true"}
 STEPS = 3
 ROWS = 8
 LAYOUTS: dict[str, dict[str, Any] | None] = {
@@ -37,6 +38,8 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "tp2_zero1": {"tp_size": 2, "zero": {"stage": 1}},
     "tp2_zero3": {"tp_size": 2, "zero": {"stage": 3}},
 }
+# The name of user code, and a layout.
+Case = tuple[str, str]
 
 
 class Loop:
@@ -112,13 +115,25 @@ def tried(layout: str, body: Callable[[Loop], None], **options: Any) -> Any:
         return f"{type(error).__name__}: {error}" + "".join(traceback.format_tb(error.__traceback__)[-3:])
 
 
+def all_tried(bodies: dict[str, Callable[[Loop], None]], cases: list[Case]) -> dict[str, Any]:
+    return {f"{name}-{layout}": tried(layout, bodies[name]) for name, layout in cases}
+
+
+def launched(
+    main: Callable[..., dict[str, Any]], alone: Iterable[str], cases: list[Case], folder: Path, world_size: int = 2
+) -> list[dict[str, Any]]:
+    """What `main(rank, world_size, cases)` finds on each rank, and what it finds in one process of those of `alone`."""
+    ones = run_ranks(main, 1, [(name, "one") for name in alone], tmp_path=folder, init_group=False, env=ENV)
+    ranks = run_ranks(main, world_size, cases, tmp_path=folder, env=ENV, timeout=300.0)
+    return [ones[0] | found for found in ranks]
+
+
 def alone_and_together(
     main: Callable[..., dict[str, Any]], layouts: tuple[str, ...], folder: Path, timeout: float = 200.0
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What `main(rank, world_size, layouts)` finds on each of two ranks, and in one process with the layout "one"."""
-    env = {"ACCELERATE_USE_CPU": "true"}
-    alone = run_ranks(main, 1, ("one",), tmp_path=folder, env=env, init_group=False)[0]
-    return run_ranks(main, 2, layouts, tmp_path=folder, env=env, timeout=timeout), alone
+    alone = run_ranks(main, 1, ("one",), tmp_path=folder, env=ENV, init_group=False)[0]
+    return run_ranks(main, 2, layouts, tmp_path=folder, env=ENV, timeout=timeout), alone
 
 
 def difference(mine: Any, other: dict[str, Any]) -> float:

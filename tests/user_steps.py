@@ -363,14 +363,6 @@ def many(
     return json.loads(json.dumps(found))
 
 
-def launch(jobs: list[Any], world_size: int, folder: Path) -> list[list[dict[str, Any]]]:
-    """What each rank found, job by job."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = {"tmp_path": folder, "timeout": 300, "init_group": world_size > 1, "env": ENV}
-    by_rank = run_ranks(many, world_size, jobs, str(folder), **parts)
-    return [list(found) for found in zip(*by_rank, strict=True)]
-
-
 def same(mine: dict[str, Any], reference: dict[str, Any]) -> None:
     """Losses and norms to 1e-5, every parameter after the run to 1e-5 relative."""
     assert mine["error"] is None, mine["error"]
@@ -384,4 +376,56 @@ def same(mine: dict[str, Any], reference: dict[str, Any]) -> None:
         assert difference <= 1e-5, f"{name} differs by {difference:.1e} relative"
 
 
-Check = Callable[[dict[str, Any]], None]
+# Of one process, by kind, and of two, by job: what each rank found.
+Runs = tuple[dict[Any, list[dict[str, Any]]], dict[Any, list[dict[str, Any]]]]
+
+
+def launch(
+    jobs: list[Any], world_size: int, folder: Path, many: Callable[..., Any] = many
+) -> list[list[dict[str, Any]]]:
+    """What each rank found, job by job; `many` is of the file that adds to `KINDS`, if one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {"tmp_path": folder, "timeout": 300, "init_group": world_size > 1, "env": ENV}
+    by_rank = run_ranks(many, world_size, jobs, str(folder), **parts)
+    return [list(found) for found in zip(*by_rank, strict=True)]
+
+
+def launch_both(ones: dict[Any, Any], twos: dict[Any, Any], folder: Path, many: Callable[..., Any]) -> Runs:
+    """Jobs of one process and of two, by name."""
+    alone, together = (
+        dict(zip(jobs, launch(list(jobs.values()), size, folder / str(size), many), strict=True))
+        for size, jobs in ((1, ones), (2, twos))
+    )
+    return alone, together
+
+
+def rows_on_two(parallel: dict[str, Any]) -> int:
+    """Rows of a batch that each of two ranks is given, so that a step has as many as one of one process has."""
+    return 8 if {"pp_size", "tp_size", "sp_size"} & parallel.keys() else 4
+
+
+# Kind, settings, what an error says and after how many steps; no text where the run must be that of one process.
+Jobs = dict[str, tuple[str, dict[str, Any], str, int]]
+
+
+def runs_of(
+    jobs: Jobs, folder: Path, many: Callable[..., Any], options: dict[str, dict[str, Any]] | None = None
+) -> Runs:
+    ones = {kind: (kind, None, {"rows": 8}) for kind, _, error, _ in jobs.values() if not error}
+    twos = {
+        job: (kind, parallel, {"rows": rows_on_two(parallel), **(options or {}).get(job, {})})
+        for job, (kind, parallel, _, _) in jobs.items()
+    }
+    return launch_both(ones, twos, folder, many)
+
+
+def check_job(jobs: Jobs, job: str, runs: Runs) -> None:
+    """A run is that of one process, or each rank refused it in time."""
+    ones, twos = runs
+    kind, _, error, steps = jobs[job]
+    if not error:
+        same(twos[job][0], ones[kind][0])
+        return
+    for rank in twos[job]:
+        assert error in str(rank["error"])
+        assert rank["steps"] == steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import statistics
 import time
 from typing import Any
 
@@ -123,11 +122,6 @@ class Found:
     losses: list[float]
     peak_bytes: int
     parameters: int
-
-    @property
-    def median_s(self) -> float:
-        """Of a step."""
-        return statistics.median(self.seconds)
 
 
 def train(setting: Setting, size: Size, run: Run, replicas: int = 1) -> Found:

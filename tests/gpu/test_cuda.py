@@ -5,7 +5,6 @@ Proves kernels, streams, pinned copies, autocast and the fp16 scaler; not NCCL, 
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
-from trainer_cases import NO_NOISE, Case, ranks_main
+from trainer_cases import NO_NOISE, Case, ranks_main, stock
 
 from hf_parallel.activation_checkpointing.host_copies import HostCopy
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
@@ -48,10 +47,6 @@ HALF = [
     Case("tp2_bf16", parallel={"tp_size": 2}, device="cuda", arguments={"bf16": True}),
     Case("pp2_fp16", parallel=PP2, device="cuda", arguments={"fp16": True}),
 ]
-
-
-def stock(case: Case) -> Case:
-    return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,6 @@ print("trained", flush=True)
 """
 SECTION = "{pp_size: 2, pipeline: {num_microbatches: 4}, monitor: {hang_timeout_s: 3}}"
 DP = "{monitor: {hang_timeout_s: 3}}"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # Below the half minute that launchers give stopped processes, and above what a busy machine needs to end others.
 BELOW_THE_GRACE_S = 20
 

@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 import torch
 import user_loops
-from rank_runner import run_ranks
 from user_loops import STEPS, Loop
 
 
 pytestmark = pytest.mark.long
-
-
-ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
 def forget(model: Any) -> None:
@@ -204,13 +200,11 @@ def cases(layouts: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 def main(rank: int, world_size: int, wanted: list[tuple[str, str]]) -> dict[str, Any]:
     torch.manual_seed(0)
-    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in wanted}
+    return user_loops.all_tried(BODIES, wanted)
 
 
 def runs_of(layouts: dict[str, tuple[str, ...]], folder: Path) -> list[dict[str, Any]]:
-    ones = run_ranks(main, 1, [(name, "one") for name in layouts], tmp_path=folder, init_group=False, env=ENV)
-    twos = run_ranks(main, 2, cases(layouts), tmp_path=folder, env=ENV, timeout=200.0)
-    return [ones[0] | ranks for ranks in twos]
+    return user_loops.launched(main, layouts, cases(layouts), folder)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 import user_steps
-from rank_runner import run_ranks
 from transformers import Trainer, TrainerCallback
 
 
@@ -61,11 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
     for layouts in ({"one": None}, SHARED):
         names = [(job, layout) for layout in layouts for job in JOBS]
         jobs = [(JOBS[job][0], layouts[layout], {"arguments": JOBS[job][1]}) for job, layout in names]
-        world_size, place = (1 if layouts is not SHARED else 2), folder / "-".join(layouts)
-        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
-        place.mkdir()
-        ranks = run_ranks(many, world_size, jobs, str(place), tmp_path=folder, **options)
-        found |= dict(zip(names, ranks[0], strict=True))
+        ranks = user_steps.launch(jobs, 2 if layouts is SHARED else 1, folder / "-".join(layouts), many)
+        found |= {name: first for name, (first, *_) in zip(names, ranks, strict=True)}
     return found
 
 

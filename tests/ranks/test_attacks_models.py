@@ -146,11 +146,8 @@ def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("attacks")
-    ones = run_ranks(main, 1, [(name, "one") for name in MODELS], tmp_path=folder, init_group=False, env=ENV)
     cases = [*((name, "ddp") for name in MODELS), *EXPECTED]
-    twos = run_ranks(main, 2, cases, tmp_path=folder, env=ENV, timeout=200.0)
-    return [ones[0] | ranks for ranks in twos]
+    return user_loops.launched(main, MODELS, cases, tmp_path_factory.mktemp("attacks"))
 
 
 @pytest.mark.parametrize(("name", "layout"), EXPECTED)

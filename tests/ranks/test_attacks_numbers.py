@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import user_steps
-from rank_runner import run_ranks
 from thinning import rest_runs, slow_if
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -214,36 +213,26 @@ def marked(*, refused: bool) -> list[Any]:
     return [pytest.param(job, marks=slow_if(job, REST)) for job in JOBS if bool(JOBS[job][3]) == refused]
 
 
-def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
-    return user_steps.many(rank, world_size, jobs, folder)
-
-
-def launched(jobs: dict[Any, Any], world_size: int, folder: Path) -> dict[Any, Any]:
-    """What every rank found, by job."""
-    folder.mkdir()
-    options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 150.0}
-    ranks = run_ranks(many, world_size, list(jobs.values()), str(folder), tmp_path=folder, **options)
-    return dict(zip(jobs, zip(*ranks, strict=True), strict=True))
+def many(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
+    return user_steps.many(*given)
 
 
 def on_two(job: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     name, parallel, more, _ = JOBS[job]
-    return name, parallel, {"rows": 8 if PP2.items() <= parallel.items() or parallel == TP2 else 4, **more}
+    return name, parallel, {"rows": user_steps.rows_on_two(parallel), **more}
 
 
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    folder = tmp_path_factory.mktemp("numbers")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
     jobs = {job: rest for job, rest in JOBS.items() if job not in REST or rest_runs(request)}
     right = {job: (name, str(more)) for job, (name, _, more, error) in jobs.items() if not error}
     ones = {key: (key[0], None, {"rows": 8, **JOBS[job][2]}) for job, key in right.items()}
-    return launched(ones, 1, folder / "1"), launched({job: on_two(job) for job in right}, 2, folder / "2")
+    twos = {job: on_two(job) for job in right}
+    return user_steps.launch_both(ones, twos, tmp_path_factory.mktemp("numbers"), many)
 
 
 @pytest.mark.parametrize("job", marked(refused=False))
-def test_right(job: str, runs: tuple[dict[Any, Any], dict[Any, Any]]) -> None:
+def test_right(job: str, runs: user_steps.Runs) -> None:
     ones, twos = runs
     name, _, more, _ = JOBS[job]
     user_steps.same(twos[job][0], ones[name, str(more)][0])
@@ -252,6 +241,6 @@ def test_right(job: str, runs: tuple[dict[Any, Any], dict[Any, Any]]) -> None:
 @pytest.mark.parametrize("job", marked(refused=True))
 def test_refused(job: str, tmp_path: Path) -> None:
     name, _, _, error = JOBS[job]
-    for rank in launched({job: on_two(job)}, 2, tmp_path / "2")[job]:
+    for rank in user_steps.launch([on_two(job)], 2, tmp_path, many)[0]:
         assert error in str(rank["error"])
         assert rank["steps"] == (0 if name in ("ByAutograd", "FillsByAutograd", "CallsBase") else 1)

@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 import torch
 import user_loops
-from rank_runner import run_ranks
 from torch.nn.utils import clip_grad_norm_
 from user_loops import STEPS, Loop
 
 
 pytestmark = pytest.mark.long
-
-
-ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
 class ClippedAdamW(torch.optim.AdamW):
@@ -355,16 +351,13 @@ EXPECTED: dict[str, dict[str, str]] = {
 CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]
 
 
-def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in cases}
+def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
+    return user_loops.all_tried(BODIES, cases)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("attacks")
-    ones = run_ranks(main, 1, [(name, "one") for name in BODIES], tmp_path=folder, init_group=False, env=ENV)
-    twos = run_ranks(main, 2, CASES, tmp_path=folder, env=ENV, timeout=200.0)
-    return [ones[0] | ranks for ranks in twos]
+    return user_loops.launched(main, BODIES, CASES, tmp_path_factory.mktemp("attacks"))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import user_steps
-from rank_runner import run_ranks
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -158,12 +156,7 @@ KINDS["counting"] = (Trainer, {"prepare": counting})
 user_steps.KINDS |= KINDS
 
 REPLACED, SCALED = "was replaced or taken out after the model was prepared", "is not that of the model"
-# Kind, settings, what an error says and after how many steps; none where the run must be that of one process.
-TIED = {"model": "llama_tied"}
-MORE: dict[str, dict[str, Any]] = {  # other than two batches of the untied model a step
-    "clips_each_tied_pp2": TIED,
-}
-JOBS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+JOBS: user_steps.Jobs = {
     "clips_each_pp2": ("clips_each", PP2, "", 0),
     "clips_each_tied_pp2": ("clips_each", PP2, "is read or limited between two batches", 0),
     "new_head_pp2": ("NewHead", PP2, REPLACED, 2),
@@ -194,35 +187,17 @@ JOBS: dict[str, tuple[str, dict[str, Any], str, int]] = {
 }
 
 
-def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
-    return user_steps.many(rank, world_size, jobs, folder)
+def many(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
+    return user_steps.many(*given)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("attacks")
-    references = {name: (name, None, {"rows": 8}) for name, _, error, _ in JOBS.values() if not error}
-    jobs = {}
-    for job, (name, parallel, _, _) in JOBS.items():
-        replicas = 1 if "pp_size" in parallel or "tp_size" in parallel else 2
-        jobs[job] = (name, parallel, {"rows": 8 // replicas, **MORE.get(job, {})})
-    found = []
-    for world_size, chosen in ((1, references), (2, jobs)):
-        place = folder / str(world_size)
-        place.mkdir()
-        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
-        ranks = run_ranks(many, world_size, list(chosen.values()), str(place), tmp_path=Path(folder), **options)
-        found.append(dict(zip(chosen, zip(*ranks, strict=True), strict=True)))
-    return found[0], found[1]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
+    return user_steps.runs_of(
+        JOBS, tmp_path_factory.mktemp("attacks"), many, {"clips_each_tied_pp2": {"model": "llama_tied"}}
+    )
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_right_or_refused(job: str, runs: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    ones, twos = runs
-    name, _, error, steps = JOBS[job]
-    if not error:
-        user_steps.same(twos[job][0], ones[name][0])
-        return
-    for rank in twos[job]:
-        assert error in str(rank["error"])
-        assert rank["steps"] == steps
+def test_right_or_refused(job: str, runs: user_steps.Runs) -> None:
+    user_steps.check_job(JOBS, job, runs)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import user_steps
-from rank_runner import run_ranks
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback
@@ -272,53 +271,44 @@ def ids(jobs: list[Job]) -> list[str]:
     return [f"{kind}-{'_'.join(layout) or 'dp2'}{'-tied' if model else ''}" for kind, layout, model, _ in jobs]
 
 
-def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
-    return user_steps.many(rank, world_size, jobs, folder)
+def many(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
+    return user_steps.many(*given)
 
 
-def launched(jobs: list[Any], world_size: int, folder: Path) -> list[Any]:
-    folder.mkdir()
-    options: dict[str, Any] = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
-    return list(zip(*run_ranks(many, world_size, jobs, str(folder), tmp_path=folder, **options), strict=True))
-
-
-Runs = tuple[list[Any], dict[tuple[str, bool], Any]]
-
-
-def runs_of(wanted: list[Job], folder: Path) -> Runs:
+def runs_of(wanted: list[Job], folder: Path) -> user_steps.Runs:
     kinds = sorted({(kind, bool(model)) for kind, _, model, error in wanted if not error})
-    ones = launched([(kind, None, {"rows": 8, **(TIED if tied else {})}) for kind, tied in kinds], 1, folder / "1")
-    jobs = []
-    for kind, layout, model, _ in wanted:
-        replicas = 1 if "pp_size" in layout or "tp_size" in layout else 2
-        jobs.append((kind, layout, {"rows": 8 // replicas, **model}))
-    return launched(jobs, 2, folder / "2"), dict(zip(kinds, ones, strict=True))
+    ones = {(kind, tied): (kind, None, {"rows": 8, **(TIED if tied else {})}) for kind, tied in kinds}
+    twos = {
+        job: (kind, layout, {"rows": user_steps.rows_on_two(layout), **model})
+        for job, (kind, layout, model, _) in enumerate(wanted)
+    }
+    return user_steps.launch_both(ones, twos, folder, many)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
     return runs_of(JOBS, tmp_path_factory.mktemp("attacks"))
 
 
 @pytest.fixture(scope="module")
-def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
     return runs_of(MORE, tmp_path_factory.mktemp("more"))
 
 
 @pytest.mark.parametrize("job", range(len(JOBS)), ids=ids(JOBS))
-def test_right_or_refused(job: int, runs: Runs) -> None:
+def test_right_or_refused(job: int, runs: user_steps.Runs) -> None:
     check(JOBS, job, runs)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("job", range(len(MORE)), ids=ids(MORE))
-def test_more_is_right_or_refused(job: int, more_runs: Runs) -> None:
+def test_more_is_right_or_refused(job: int, more_runs: user_steps.Runs) -> None:
     check(MORE, job, more_runs)
 
 
-def check(jobs: list[Job], job: int, runs: Runs) -> None:
-    twos, ones = runs
+def check(jobs: list[Job], job: int, runs: user_steps.Runs) -> None:
+    ones, twos = runs
     kind, _, model, error = jobs[job]
     if not error:
         user_steps.same(twos[job][0], ones[kind, bool(model)][0])
@@ -332,8 +322,6 @@ def check(jobs: list[Job], job: int, runs: Runs) -> None:
 )
 def test_draws_for_shards_of_shards_are_refused(kind: str, tmp_path: Path) -> None:
     settings = {**TP2, **ZERO3}
-    found = launched([(kind, settings, {"rows": 4})], 4, tmp_path / "4")
-    for job in found:
-        for rank in job:
-            assert "random numbers for a parameter or gradient" in str(rank["error"])
-            assert rank["steps"] == 1
+    for rank in user_steps.launch([(kind, settings, {"rows": 4})], 4, tmp_path, many)[0]:
+        assert "random numbers for a parameter or gradient" in str(rank["error"])
+        assert rank["steps"] == 1

@@ -234,8 +234,7 @@ RATE, DECAY = (
 HEADS = "output_attentions with tp_size=2: each rank computes its own heads"
 PROBED = "different gradients to the parameters that only the loss reads"
 TIED = "puts one parameter in the place of another"
-# Kind, settings, what an error says and after how many steps; none where the run must be that of one process.
-QUICK: dict[str, tuple[str, dict[str, Any], str, int]] = {
+QUICK: user_steps.Jobs = {
     "each_of_one_pp2": ("each_of_one", PP2, "", 0),
     "each_of_none_pp2": ("each_of_none", PP2, "", 0),
     "slows_pp2": ("slows", PP2, RATE, 1),
@@ -244,7 +243,7 @@ QUICK: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "flat_sp2": ("flat", SP2, "", 0),
     "float64_pp2": ("float64", PP2, "", 0),
 }
-MORE: dict[str, tuple[str, dict[str, Any], str, int]] = {
+MORE: user_steps.Jobs = {
     "each_of_many_pp2": ("each_of_many", PP2, "", 0),
     "all_of_one_pp2": ("all_of_one", PP2, "", 0),
     "slows_zbv": ("slows", {**PP2, "schedule": "zbv"}, RATE, 1),
@@ -269,60 +268,31 @@ MORE: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "on_gradients_tp2": ("on_gradients", TP2, "torch.autograd.grad of a loss with tp_size=2: the loss is computed", 0),
     "float64_zbv": ("float64", {**PP2, "schedule": "zbv"}, "", 0),
 }
-JOBS = QUICK | MORE
-Runs = tuple[dict[str, Any], dict[str, Any]]
 
 
-def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
-    return user_steps.many(rank, world_size, jobs, folder)
-
-
-def runs_of(chosen: dict[str, Any], folder: Path) -> Runs:
-    references = {name: (name, None, {"rows": 8}) for name, _, error, _ in chosen.values() if not error}
-    jobs = {}
-    for job, (name, parallel, _, _) in chosen.items():
-        replicas = 1 if {"pp_size", "tp_size", "sp_size"} & set(parallel) else 2
-        jobs[job] = (name, parallel, {"rows": 8 // replicas})
-    found = []
-    for world_size, wanted in ((1, references), (2, jobs)):
-        place = folder / str(world_size)
-        place.mkdir()
-        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
-        ranks = run_ranks(many, world_size, list(wanted.values()), str(place), tmp_path=folder, **options)
-        found.append(dict(zip(wanted, zip(*ranks, strict=True), strict=True)))
-    return found[0], found[1]
+def many(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
+    return user_steps.many(*given)
 
 
 @pytest.fixture(scope="module")
-def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return runs_of(QUICK, tmp_path_factory.mktemp("quick"))
+def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
+    return user_steps.runs_of(QUICK, tmp_path_factory.mktemp("quick"), many)
 
 
 @pytest.fixture(scope="module")
-def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return runs_of(MORE, tmp_path_factory.mktemp("more"))
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
+    return user_steps.runs_of(MORE, tmp_path_factory.mktemp("more"), many)
 
 
 @pytest.mark.parametrize("job", QUICK)
-def test_right_or_refused(job: str, quick_runs: Runs) -> None:
-    check(job, quick_runs)
+def test_right_or_refused(job: str, quick_runs: user_steps.Runs) -> None:
+    user_steps.check_job(QUICK, job, quick_runs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", MORE)
-def test_more_is_right_or_refused(job: str, more_runs: Runs) -> None:
-    check(job, more_runs)
-
-
-def check(job: str, runs: Runs) -> None:
-    ones, twos = runs
-    name, _, error, steps = JOBS[job]
-    if not error:
-        user_steps.same(twos[job][0], ones[name][0])
-        return
-    for rank in twos[job]:
-        assert error in str(rank["error"])
-        assert rank["steps"] == steps
+def test_more_is_right_or_refused(job: str, more_runs: user_steps.Runs) -> None:
+    user_steps.check_job(MORE, job, more_runs)
 
 
 def alone(rank: int, world_size: int, name: str, folder: str) -> str:

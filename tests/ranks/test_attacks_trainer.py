@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import user_steps
-from rank_runner import run_ranks
 from transformers import Trainer, TrainerCallback
 
 
@@ -119,33 +117,24 @@ MODELS = {"reseeds_tp2": {"model": "gpt2_dropout", "steps": 8}}
 REFUSED = {"reseeds_tp2": "another random state", "rows_tp2": "so rows and views are not those of the whole tensor"}
 
 
-def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
-    return user_steps.many(rank, world_size, jobs, folder)
+def many(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
+    return user_steps.many(*given)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("attacks")
-    found = []
-    for world_size in (1, 2):
-        jobs = []
-        for job, (name, parallel, accumulation) in JOBS.items():
-            replicas = 1 if parallel in (PP2, TP2) else 2
-            rows = 8 if world_size == 1 else 8 // replicas
-            settings = None if world_size == 1 else parallel
-            jobs.append((name, settings, {"accumulation": accumulation, "rows": rows, **MODELS.get(job, {})}))
-        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
-        place = folder / str(world_size)
-        place.mkdir()
-        ranks = run_ranks(many, world_size, jobs, str(place), tmp_path=Path(folder), **options)
-        found.append(dict(zip(JOBS, ranks[0], strict=True)))
-    return found[0], found[1]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
+    ones, twos = {}, {}
+    for job, (name, parallel, accumulation) in JOBS.items():
+        options = {"accumulation": accumulation, **MODELS.get(job, {})}
+        ones[job] = (name, None, {"rows": 8, **options})
+        twos[job] = (name, parallel, {"rows": user_steps.rows_on_two(parallel), **options})
+    return user_steps.launch_both(ones, twos, tmp_path_factory.mktemp("attacks"), many)
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_as_one_process(job: str, runs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_as_one_process(job: str, runs: user_steps.Runs) -> None:
     ones, twos = runs
     if job in REFUSED:
-        assert REFUSED[job] in str(twos[job]["error"])
+        assert REFUSED[job] in str(twos[job][0]["error"])
         return
-    user_steps.same(twos[job], ones[job])
+    user_steps.same(twos[job][0], ones[job][0])

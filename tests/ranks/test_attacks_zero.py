@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 import user_loops
-from rank_runner import run_ranks
 from thinning import FAMILIES, chosen, covering, slow_if, unsaid
 from user_loops import STEPS, Loop
 
 
 pytestmark = pytest.mark.long
-
-
-ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
 def trained(loop: Loop, before: Callable[[int], None] = lambda step: None) -> None:
@@ -361,17 +357,15 @@ KEPT = [
 REST = [case for case in CASES if case not in KEPT]
 
 
-def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in cases}
+def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
+    return user_loops.all_tried(BODIES, cases)
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, cases = tmp_path_factory.mktemp("attacks"), chosen(request, CASES)
+    cases = chosen(request, CASES)
     names = dict.fromkeys(name for name, layout in cases if not EXPECTED[name][layout])  # what is refused has no equal
-    ones = run_ranks(main, 1, [(name, "one") for name in names], tmp_path=folder, init_group=False, env=ENV)
-    twos = run_ranks(main, 2, cases, tmp_path=folder, env=ENV, timeout=200.0)
-    return [ones[0] | ranks for ranks in twos]
+    return user_loops.launched(main, names, cases, tmp_path_factory.mktemp("attacks"))
 
 
 @pytest.mark.parametrize(("name", "layout"), [pytest.param(*case, marks=slow_if(case, REST)) for case in CASES])

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 import user_loops
-from rank_runner import run_ranks
 from thinning import chosen, thinned
 from user_loops import STEPS, Loop
 
 
 pytestmark = pytest.mark.long
-
-
-ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
 def between(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
@@ -87,15 +83,12 @@ CASES = CHANGES + REFUSED
 
 
 def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    return {f"{name}-{layout}": user_loops.tried(layout, (RIGHT | READS)[name]) for name, layout in cases}
+    return user_loops.all_tried(RIGHT | READS, cases)
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, cases = tmp_path_factory.mktemp("loops"), chosen(request, CASES)
-    ones = run_ranks(main, 1, [(name, "one") for name in RIGHT], tmp_path=folder, init_group=False, env=ENV)
-    twos = run_ranks(main, 2, cases, tmp_path=folder, env=ENV, timeout=200.0)
-    return [ones[0] | ranks for ranks in twos]
+    return user_loops.launched(main, RIGHT, chosen(request, CASES), tmp_path_factory.mktemp("loops"))
 
 
 # What is refused is so on the layouts in turns.

@@ -5,7 +5,6 @@ If these fail, a compiled block leaves out what training does around it, gatheri
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import tiny
 import torch
 from rank_runner import run_ranks
 from thinning import slow_if
-from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
+from trainer_cases import NO_NOISE, Case, compare, run_all, run_cases, stock, wanted_cases
 
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -49,8 +48,7 @@ REST = ("zero1", "zero3", "dp2_recomputed")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     wanted = wanted_cases(request, CASES)
-    stock = [dataclasses.replace(case, name=f"stock_{case.name}", parallel=None) for case in wanted]
-    found = run_cases(stock, 1, tmp_path_factory.mktemp("world1"))
+    found = run_cases(list(map(stock, wanted)), 1, tmp_path_factory.mktemp("world1"))
     for world_size in (2, 4):
         mine = [case for case in wanted if (case.name in MESHES) == (world_size == 4)]
         found |= run_cases(mine, world_size, tmp_path_factory.mktemp(f"world{world_size}")) if mine else {}
@@ -66,9 +64,8 @@ def test_compiled_blocks_train_as_eager_ones(case: Case, runs: dict[str, Any]) -
 @pytest.mark.parametrize("layout", [{}, {"pp_size": 2}], ids=["dp2", "pp2"])
 def test_blocks_that_inductor_compiles_train_as_eager_ones(layout: dict[str, Any], tmp_path: Path) -> None:
     case = case_of("inductor", compile_blocks="inductor", **layout)
-    stock = dataclasses.replace(case, name="stock", parallel=None)
-    found = run_cases([stock], 1, tmp_path / "world1") | run_cases([case], 2, tmp_path / "world2")
-    compare(found["inductor"], found["stock"])
+    found = run_all({2: [case]}, tmp_path)
+    compare(found["inductor"], found["stock_inductor"])
 
 
 def counted(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int, list[str]]:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from rank_runner import RankError, run_ranks
-from trainer_cases import Case, make_trainer
+from rank_runner import RankError, is_gone, run_ranks
+from trainer_cases import Case, at_step, make_trainer
 
 
 pytestmark = pytest.mark.long
@@ -40,29 +39,6 @@ def trainer_on(parallel: dict[str, Any], folder: str, **case: Any) -> Any:
 # -- a rank that raises, dies, stops, is killed or hangs ---------------------------------------------------------------
 
 
-def act_in(trainer: Any, where: str, act: Any) -> None:
-    """Do `act` in the third step: in the forward of a block, in the collator, or in a callback."""
-    from transformers import TrainerCallback
-
-    class Arm(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == 2 and where == "forward":
-                model.model.layers[3].mlp.register_forward_pre_hook(lambda *inputs: act())
-            if state.global_step == 2 and where == "callback":
-                act()
-
-    trainer.add_callback(Arm())
-    if where == "collator":
-        count = iter(range(3))
-
-        def collate(features: list[Any]) -> dict[str, torch.Tensor]:
-            if next(count, None) is None:
-                act()
-            return tiny.collate(features)
-
-        trainer.data_collator = collate
-
-
 def raise_gloo() -> None:
     raise RuntimeError("our gloo wrapper says: [gloo/transport] no such file")
 
@@ -80,7 +56,7 @@ def failing_main(rank: int, world_size: int, folder: str, layout: str, fault: st
         "raise gloo": raise_gloo,
     }
     if rank == 1:
-        act_in(trainer, where, acts[fault])
+        at_step(trainer, where, acts[fault], step=2, batches=3, layer="layers.3.mlp")
     trainer.train()
 
 
@@ -90,13 +66,6 @@ def fail(layout: str, fault: str, where: str, folder: Path) -> tuple[dict[str, s
         run_ranks(failing_main, 2, str(folder), layout, fault, where, tmp_path=folder, env=ENV, timeout=60, grace=15)
     of_rank = dict(re.findall(r"(?ms)^rank (\d): (.*?)(?=^rank \d: |\Z)", str(caught.value)))
     return of_rank, (folder / "stderr0.txt").read_text(), (folder / "stderr1.txt").read_text()
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 NAME = {"pp2": r"rank 1 \(pp 1 of 2\)", "tp2": r"rank 1 \(tp 1 of 2\)", "dp2": r"rank 1 \(dp 1 of 2\)"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from thinning import rest_runs, slow_if
-from trainer_cases import NO_NOISE, Case, compare, run_cases
+from trainer_cases import NO_NOISE, Case, compare, run_cases, stock
 
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -89,10 +89,9 @@ ROWS = [pytest.param(case, base, marks=slow_if(case.name, REST)) for case, base 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    stock = [dataclasses.replace(case, name=f"stock_{case.name}", parallel=None) for case in REFERENCES]
     with_rest = rest_runs(request)
     two, four = ([case for case, _ in rows if with_rest or case.name not in REST] for rows in (TWO_RANKS, FOUR_RANKS))
-    for world_size, cases in ((1, stock), (2, two), (4, [EXPERTS_WHOLE, *four])):
+    for world_size, cases in ((1, list(map(stock, REFERENCES))), (2, two), (4, [EXPERTS_WHOLE, *four])):
         found |= run_cases(cases, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
     return found
 

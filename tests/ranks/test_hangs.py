@@ -8,14 +8,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_runner import RankError, run_ranks
-from trainer_cases import Case, make_trainer
+from rank_runner import RankError, is_gone, run_ranks
+from trainer_cases import Case, at_step, change_batches, make_trainer
 
 
 pytestmark = pytest.mark.long
@@ -32,45 +31,6 @@ FLOOR_S, TIMEOUT_S, AT_STEP = 2.5, 45.0, 6
 SLOW = pytest.mark.slow
 
 
-def at_step(trainer: Any, where: str, act: Callable[[], None], step: int = AT_STEP) -> None:
-    """Do `act` in a step, if nothing else is said in one after those that are measured."""
-    from transformers import TrainerCallback
-
-    class Arm(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            layer = next(m for n, m in model.named_modules() if n.endswith("mlp"))
-            if state.global_step == step and where == "forward":
-                layer.register_forward_pre_hook(lambda *inputs: act())
-            if state.global_step == step and where == "backward":
-                layer.register_forward_hook(lambda *passed: passed[-1].register_hook(lambda gradient: act()) and None)
-            if state.global_step == step and where == "callback":
-                act()
-
-    trainer.add_callback(Arm())
-    if where == "collator":
-        genuine, count = trainer.data_collator, iter(range(AT_STEP))
-
-        def collate(features: list[Any]) -> dict[str, torch.Tensor]:
-            if next(count, None) is None:
-                act()
-            return genuine(features)
-
-        trainer.data_collator = collate
-
-
-def change_batches(trainer: Any, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """After the first steps, in which ranks compare their batches before they use them."""
-    genuine, count = trainer.data_collator, iter(range(AT_STEP))
-
-    def collate(features: list[Any]) -> dict[str, torch.Tensor]:
-        batch: dict[str, torch.Tensor] = genuine(features)
-        if next(count, None) is None:
-            change(batch)
-        return batch
-
-    trainer.data_collator = collate
-
-
 def shorten(batch: dict[str, torch.Tensor]) -> None:
     batch.update({key: value[:, :-1].contiguous() for key, value in batch.items()})
 
@@ -83,7 +43,8 @@ def unlike_main(rank: int, world_size: int, folder: str, layout: str, kind: str)
     case = Case("unlike", steps=9, parallel={**LAYOUTS[layout], "monitor": {"hang_timeout_s": TIMEOUT_S}})
     trainer = make_trainer(case, Path(folder), world_size)
     if rank == 1:
-        change_batches(trainer, shorten if kind == "shape" else shift)
+        # After the first steps, in which ranks compare their batches before they use them.
+        change_batches(trainer, AT_STEP, shorten if kind == "shape" else shift)
     trainer.train()
 
 
@@ -111,17 +72,10 @@ def hanging_main(
     if fault in ("nap", "doze"):
         acts[fault] = functools.cache(acts[fault])  # once
     if rank == who:
-        at_step(trainer, where, acts[fault], step)
+        at_step(trainer, where, acts[fault], step, AT_STEP)
     trainer.train()
     trainer.accelerator.hf_parallel.watchdog.stop()
     return int(trainer.state.global_step)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def summary(text: str) -> str:

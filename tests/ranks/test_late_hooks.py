@@ -14,7 +14,6 @@ import tiny
 import torch
 import user_loops
 import user_steps
-from rank_runner import run_ranks
 from thinning import chosen, rest_runs, slow_if, thinned
 from transformers import Trainer, TrainerCallback
 from user_loops import STEPS, Loop
@@ -23,7 +22,6 @@ from user_loops import STEPS, Loop
 pytestmark = pytest.mark.long
 
 
-ENV = {"ACCELERATE_USE_CPU": "true"}
 PARTS = {"num_microbatches": 4}
 user_loops.LAYOUTS |= {
     "late_1f1b": {"pp_size": 2, **PARTS},
@@ -140,10 +138,8 @@ def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, cases = tmp_path_factory.mktemp("late"), chosen(request, CASES, ("kind", "layout"))
-    ones = run_ranks(main, 1, [(kind, "one") for kind in KINDS], tmp_path=folder, init_group=False, env=ENV)
-    twos = run_ranks(main, 2, cases, tmp_path=folder, env=ENV, timeout=200.0)
-    return [ones[0] | each for each in twos]
+    cases = chosen(request, CASES, ("kind", "layout"))
+    return user_loops.launched(main, KINDS, cases, tmp_path_factory.mktemp("late"))
 
 
 @pytest.mark.parametrize(("kind", "layout"), thinned(CASES, TURNS))
@@ -199,28 +195,18 @@ JOBS = [(f"late_{when}", layout) for when in ("begin", "step") for layout in TRA
 REST = JOBS[1::2]  # slow: schedules take turns
 
 
-def trainers(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
-    return user_steps.many(rank, world_size, jobs, folder)
+def trainers(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
+    return user_steps.many(*given)
 
 
 @pytest.fixture(scope="module")
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], dict[Any, Any]]:
-    folder, found = tmp_path_factory.mktemp("late-trainers"), []
-    mine = [job for job in JOBS if job not in REST or rest_runs(request)]
-    for world_size in (1, 2):
-        jobs: list[Any] = [("late_begin", None, {}), ("late_step", None, {})]
-        if world_size > 1:
-            jobs = [(name, TRAINED[layout], {}) for name, layout in mine]
-        place = folder / str(world_size)
-        place.mkdir()
-        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
-        found.append(run_ranks(trainers, world_size, jobs, str(place), tmp_path=folder, **options)[0])
-    return dict(zip(("late_begin", "late_step"), found[0], strict=True)), dict(zip(mine, found[1], strict=True))
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
+    ones = {name: (name, None, {}) for name in ("late_begin", "late_step")}
+    twos = {job: (job[0], TRAINED[job[1]], {}) for job in JOBS if job not in REST or rest_runs(request)}
+    return user_steps.launch_both(ones, twos, tmp_path_factory.mktemp("late-trainers"), trainers)
 
 
 @pytest.mark.parametrize("job", [pytest.param(job, marks=slow_if(job, REST), id="-".join(job)) for job in JOBS])
 def test_hooks_of_callbacks_train_as_in_one_process(job: tuple[str, str], trained: Any) -> None:
     ones, twos = trained
-    user_steps.same(twos[job], ones[job[0]])
+    user_steps.same(twos[job][0], ones[job[0]][0])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import user_steps
-from rank_runner import run_ranks
 from transformers import LlamaForCausalLM, Trainer
 
 
@@ -89,10 +87,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             pairs.append((kind, None, {**options, "rows": 4}))
     found = []
     for world_size, jobs in ((1, alone), (2, pairs)):
-        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 250.0}
-        place = folder / str(world_size)
-        place.mkdir()
-        found.append(run_ranks(many, world_size, jobs, str(place), tmp_path=Path(folder), **options)[0])
+        ranks = user_steps.launch(jobs, world_size, folder / str(world_size), many)
+        found.append([first for first, *_ in ranks])
     results, others = {}, {}
     rest = iter(found[1])
     for index, (job, (parallel, _, _)) in enumerate(JOBS.items()):

@@ -35,17 +35,13 @@ user_steps.KINDS["RatesByWidth"] = (RatesByWidth, {})
 user_steps.KINDS["MadeOfSelf"] = (MadeOfSelf, {})
 
 
-def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
-    return user_steps.many(rank, world_size, jobs, folder)
+def many(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
+    return user_steps.many(*given)
 
 
 @pytest.mark.parametrize("kind", ["RatesByWidth", "MadeOfSelf"])
 def test_optimizers_are_made_as_by_one_process(kind: str, tmp_path: Path) -> None:
     found = []
     for world_size, parallel in ((1, None), (2, {"tp_size": 2})):
-        folder = tmp_path / str(world_size)
-        folder.mkdir()
-        options: dict[str, Any] = {"init_group": world_size > 1, "env": user_steps.ENV, "tmp_path": folder}
-        job = (kind, parallel, {})
-        found.append(user_steps.run_ranks(many, world_size, [job], str(folder), **options)[0][0])
+        found.append(user_steps.launch([(kind, parallel, {})], world_size, tmp_path / str(world_size), many)[0][0])
     user_steps.same(found[1], found[0])

@@ -15,7 +15,7 @@ import torch
 from rank_runner import run_ranks
 from thinning import slow_if
 from torch.nn import functional
-from trainer_cases import ENV, Case, Snapshots, compare, finished, make_trainer, wanted_cases
+from trainer_cases import ENV, Case, Snapshots, compare, finished, make_trainer, stock, wanted_cases
 from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -363,11 +363,6 @@ REST = (
     "pp2_tp2_row_mean",
     "pp2_dp2_row_mean",
 )
-
-
-def stock(case: Case) -> Case:
-    """The run it must equal: no callback, on one process or under stock DDP."""
-    return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import user_loops
-from rank_runner import run_ranks
 from thinning import FAMILIES, chosen, covering, slow_if, thinned, unsaid
 from user_loops import STEPS, Loop
 
@@ -20,7 +19,6 @@ from user_loops import STEPS, Loop
 pytestmark = pytest.mark.long
 
 
-ENV = {"ACCELERATE_USE_CPU": "true"}
 Clear = Callable[[Loop], None]
 
 
@@ -103,13 +101,6 @@ def weights_after(loop: Loop, step: int) -> None:
     (0.1 * loop.model.get_input_embeddings().weight.square().sum()).backward()
 
 
-def weights_after_unlike(loop: Loop, step: int) -> None:
-    """What replicas add to a gradient that is reduced differs."""
-    loss = loop.loss(step)
-    loss.backward()
-    (loss.detach() * loop.model.get_input_embeddings().weight.square().sum()).backward()
-
-
 def weights_before(loop: Loop, step: int) -> None:
     loss = loop.loss(step)
     (0.1 * loop.model.get_input_embeddings().weight.square().sum()).backward()
@@ -155,7 +146,7 @@ IS_PART = "outside of the model's forward, where this rank has only its part of 
 REFUSED: dict[str, dict[str, str]] = {
     "after": {"tp2": LATE, "zero3": OF_PARTS},
     "before_forward": {"zero3": OF_PARTS},
-    **{name: {"tp2": IS_PART} for name in ("weights", "weights_before", "weights_after", "weights_after_unlike")},
+    **{name: {"tp2": IS_PART} for name in ("weights", "weights_before", "weights_after")},
 }
 CASES = [(name, layout) for name in BODIES for layout in TWO]
 # Slow: layouts that are no parts of an optimizer's states take turns too; whatever a row is refused with is in a case of it.
@@ -165,25 +156,22 @@ REST = set(CASES).difference(KEPT)
 CASES_OF_FOUR = [(name, layout) for name in OF_FOUR for layout in FOUR]
 
 
-def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in cases}
+def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
+    return user_loops.all_tried(BODIES, cases)
 
 
-def launched(cases: list[tuple[str, str]], world_size: int, folder: Path) -> list[dict[str, Any]]:
-    names = list(dict.fromkeys(name for name, _ in cases))
-    ones = run_ranks(main, 1, [(name, "one") for name in names], tmp_path=folder, init_group=False, env=ENV)
-    ranks = run_ranks(main, world_size, cases, tmp_path=folder, env=ENV, timeout=300.0)
-    return [ones[0] | found for found in ranks]
+def launched(cases: list[user_loops.Case], folder: Path, world_size: int) -> list[dict[str, Any]]:
+    return user_loops.launched(main, dict.fromkeys(name for name, _ in cases), cases, folder, world_size)
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launched(chosen(request, CASES), 2, tmp_path_factory.mktemp("two"))
+    return launched(chosen(request, CASES), tmp_path_factory.mktemp("two"), 2)
 
 
 @pytest.fixture(scope="module")
 def runs_of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launched(chosen(request, CASES_OF_FOUR), 4, tmp_path_factory.mktemp("four"))
+    return launched(chosen(request, CASES_OF_FOUR), tmp_path_factory.mktemp("four"), 4)
 
 
 @pytest.mark.parametrize(("name", "layout"), [pytest.param(*case, marks=slow_if(case, REST)) for case in CASES])

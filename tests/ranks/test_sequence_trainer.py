@@ -5,14 +5,13 @@ If a row fails, setting `tensor_parallel.sequence_parallel: true` changes what u
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_runner import run_ranks
 from thinning import slow_if
-from trainer_cases import ENV, NO_NOISE, Case, compare, make_trainer, run_cases, wanted_cases
+from trainer_cases import ENV, NO_NOISE, Case, compare, make_trainer, run_all, wanted_cases
 
 
 # All runs happen in the set-up of the first test.
@@ -52,23 +51,11 @@ FOUR_RANKS = [
 REST = ("sp2_gpt2", "sp2_recomputed", "sp2_pp2_gpt2", "sp2_dp2")
 
 
-def stock(case: Case) -> Case:
-    """The run it must equal: no callback, one process."""
-    return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The runs of the chosen tests: one launch a world size."""
-    two, four = wanted_cases(request, TWO_RANKS), wanted_cases(request, FOUR_RANKS)
-    found: dict[str, dict[str, Any]] = {}
-    for world_size, cases in (
-        (1, [stock(case) for case in two + four]),
-        (2, two),
-        (4, four),
-    ):
-        found |= run_cases(cases, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
-    return found
+    made = {2: wanted_cases(request, TWO_RANKS), 4: wanted_cases(request, FOUR_RANKS)}
+    return run_all(made, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize(

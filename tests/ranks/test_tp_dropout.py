@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
-from tp_models import gathered, grads, spread
+from tp_models import gathered, grads, on_all_ranks, spread
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 from zoo.shards import AllDouble
 
@@ -54,12 +54,6 @@ def loss_of(model: nn.Module, seed: int = 5) -> Tensor:
     torch.manual_seed(seed)
     loss: Tensor = model(**batch(), use_cache=False).loss
     return loss
-
-
-def on_all_ranks(item: Any) -> list[Any]:
-    items: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items
 
 
 class Masks:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor
-from tp_models import spread
+from tp_models import on_all_ranks, spread
 
 
 pytestmark = pytest.mark.long
@@ -124,12 +124,6 @@ def distance(grads: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     assert grads.keys() == others.keys()
     squares = [(float((grads[n] - others[n]).norm()) ** 2, float(others[n].norm()) ** 2) for n in others]
     return float(sum(s for s, _ in squares) / sum(s for _, s in squares)) ** 0.5
-
-
-def on_all_ranks(item: Any) -> list[Any]:
-    items: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items
 
 
 def precisions(rank: int, world_size: int) -> None:

@@ -6,11 +6,10 @@ clipping, data sharding or saving is wrong for that row's settings.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
+from trainer_cases import NO_NOISE, Case, compare, run_cases, stock, wanted_cases
 
 
 # All runs happen in the set-up of the first test.
@@ -161,11 +160,6 @@ REST = (
 def marked(case: Case) -> Any:
     marks = [pytest.mark.long] if case.name in LONG + REST else []
     return pytest.param(case, marks=[*marks, *([pytest.mark.slow] if case.name in REST else [])], id=case.name)
-
-
-def stock(case: Case) -> Case:
-    """The run it must equal: no callback, on one process or under stock DDP."""
-    return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,12 @@ With ZeRO the optimizer itself has flat parts. Code that looks for a parameter i
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import user_loops
 import user_steps
-from rank_runner import run_ranks
 from thinning import FAMILIES, chosen, covering, rest_runs, slow_if, unsaid
 from transformers import Trainer, TrainerCallback
 from user_loops import STEPS, Loop
@@ -22,7 +20,6 @@ from user_loops import STEPS, Loop
 pytestmark = pytest.mark.long
 
 
-ENV = {"ACCELERATE_USE_CPU": "true"}
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
@@ -257,16 +254,13 @@ REST = set(CASES).difference(KEPT)
 BODIES = RIGHT | {name: body for name, (body, _) in REFUSED.items()}
 
 
-def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in cases}
+def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
+    return user_loops.all_tried(BODIES, cases)
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, cases = tmp_path_factory.mktemp("groups"), chosen(request, CASES)
-    ones = run_ranks(main, 1, [(name, "one") for name in RIGHT], tmp_path=folder, init_group=False, env=ENV)
-    twos = run_ranks(main, 2, cases, tmp_path=folder, env=ENV, timeout=200.0)
-    return [ones[0] | ranks for ranks in twos]
+    return user_loops.launched(main, RIGHT, chosen(request, CASES), tmp_path_factory.mktemp("groups"))
 
 
 @pytest.mark.parametrize(("name", "layout"), [pytest.param(*case, marks=slow_if(case, REST)) for case in CASES])
@@ -320,36 +314,23 @@ JOBS_REST = [
 ]
 
 
-def trainers(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
-    return user_steps.many(rank, world_size, jobs, folder)
+def trainers(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
+    return user_steps.many(*given)
 
 
 @pytest.fixture(scope="module")
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], dict[Any, Any]]:
-    folder: Path = tmp_path_factory.mktemp("trainers")
-    chosen_jobs = [job for job in JOBS if job not in JOBS_REST or rest_runs(request)]
-    decays = {"weight_decay": 0.1}
-    found = []
-    for world_size in (1, 2):
-        place = folder / str(world_size)
-        place.mkdir()
-        if world_size == 1:
-            jobs: list[Any] = [(kind, None, {"arguments": decays}) for kind in ("FreezesGroup", "SlowsGroup")]
-        else:
-            rows = {layout: 8 if layout in ("pp2", "tp2") else 4 for layout in TRAINERS}
-            jobs = [
-                (kind, TRAINERS[layout], {"rows": rows[layout], "arguments": decays}) for kind, layout in chosen_jobs
-            ]
-        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
-        found.append(run_ranks(trainers, world_size, jobs, str(place), tmp_path=folder, **options)[0])
-    return dict(zip(("FreezesGroup", "SlowsGroup"), found[0], strict=True)), dict(
-        zip(chosen_jobs, found[1], strict=True)
-    )
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
+    decays = {"arguments": {"weight_decay": 0.1}}
+    ones = {kind: (kind, None, decays) for kind in ("FreezesGroup", "SlowsGroup")}
+    twos = {
+        (kind, layout): (kind, TRAINERS[layout], {"rows": user_steps.rows_on_two(TRAINERS[layout]), **decays})
+        for kind, layout in JOBS
+        if (kind, layout) not in JOBS_REST or rest_runs(request)
+    }
+    return user_steps.launch_both(ones, twos, tmp_path_factory.mktemp("trainers"), trainers)
 
 
 @pytest.mark.parametrize("job", [pytest.param(job, marks=slow_if(job, JOBS_REST), id="-".join(job)) for job in JOBS])
 def test_a_callback_finds_parameters_in_the_groups(job: tuple[str, str], trained: Any) -> None:
     ones, twos = trained
-    user_steps.same(twos[job], ones[job[0]])
+    user_steps.same(twos[job][0], ones[job[0]][0])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from thinning import slow_if
 from torch import nn
-from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
+from trainer_cases import NO_NOISE, Case, compare, run_cases, stock, wanted_cases
 
 from hf_parallel.checkpoints.state.dcp import TensorIndex, save_pieces
 from hf_parallel.checkpoints.state.optimizer import OptimizerView, Place, state_pieces
@@ -106,9 +106,8 @@ REST = (
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    stock = [dataclasses.replace(case, name=f"stock_{case.name}", parallel=None) for case in REFERENCES]
     two, four = (wanted_cases(request, [case for case, _ in rows]) for rows in (TWO_RANKS, FOUR_RANKS))
-    for world_size, cases in ((1, stock), (2, two), (4, four)):
+    for world_size, cases in ((1, list(map(stock, REFERENCES))), (2, two), (4, four)):
         found |= run_cases(cases, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.autograd.graph import saved_tensors_hooks
+from saved_tensors import saved
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.activations import ON_HOST, activations, saved_by_block
@@ -138,19 +138,9 @@ def llama(layers: int, kv_heads: int, tied: bool = False) -> Any:
 def saved_bytes(config: Any, precision: str, rows: int, length: int) -> int:
     dtype = torch.bfloat16 if precision == "half" else torch.float32
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage
-        return tensor
-
     cast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
-    with saved_tensors_hooks(keep, lambda tensor: tensor), cast:
-        model(input_ids=torch.randint(0, 97, (rows, length)), use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
+    with cast:
+        return saved(model, lambda: model(input_ids=torch.randint(0, 97, (rows, length)), use_cache=False))[0]
 
 
 @pytest.mark.parametrize("precision", ["half", "fp32", "autocast"])

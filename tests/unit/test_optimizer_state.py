@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from tp_models import ledger_of
 
 from hf_parallel.checkpoints.state.dcp import TensorIndex, save_pieces
 from hf_parallel.checkpoints.state.groups import OWN, match_groups, of_these_groups, put_together
@@ -30,7 +31,6 @@ from hf_parallel.checkpoints.state.training_state import (
     write_snapshot,
 )
 from hf_parallel.errors import CheckpointError
-from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
@@ -42,10 +42,6 @@ ALONE = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))
 def model() -> nn.ParameterDict:
     generator = torch.Generator().manual_seed(0)
     return nn.ParameterDict({name: nn.Parameter(torch.randn(3, 2, generator=generator)) for name in ("a", "b", "c")})
-
-
-def ledger_of(whole: nn.Module, specs: dict[str, ShardSpec] | None = None) -> Ledger:
-    return build_ledger(whole, pp_size=1, holds=lambda stage, name: True, specs=specs or {})
 
 
 def adamw(parameters: nn.ParameterDict, **options: Any) -> torch.optim.Optimizer:

@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from tp_models import plan_sample, tiny_model
+from tp_models import plan_sample, roles, tiny_model
 
 from hf_parallel.engine.plan.shards import judge_fallbacks, vocabulary_modules
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import Section
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
-
-
-def roles(plan: TPPlan) -> dict[str, str]:
-    return {name: linear.role for name, linear in plan.linears.items()}
 
 
 @pytest.mark.parametrize("case", ["llama", "llama_tied", "gpt2", "qwen3", "phi3", "llama_kv1", "llama_kv4"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from thinning import in_turns
 from torch import Tensor, nn
+from tp_models import roles
 from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -57,10 +58,6 @@ def on_virtual_ranks(tp_size: int, work: Callable[[TPGroup, int], Any]) -> list[
 
 def planned(model: nn.Module, tp_size: int = 2, parallel_loss: Any = "auto") -> TPPlan:
     return shard_vocabulary(model, plan_tensor_parallel(model, tp_size, vocab_batch()), vocab_batch(), parallel_loss)
-
-
-def roles(plan: TPPlan) -> dict[str, str]:
-    return {name: linear.role for name, linear in plan.linears.items()}
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------

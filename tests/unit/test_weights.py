@@ -12,11 +12,11 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from tp_models import ledger_of
 
 from hf_parallel.checkpoints.weights.converted import conversion_of
 from hf_parallel.checkpoints.weights.gather import check_config, load_weights, weight_files
 from hf_parallel.errors import CheckpointError
-from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
@@ -28,10 +28,6 @@ MATRIX = "model.layers.1.mlp.up_proj.weight"  # 64 x 32
 
 def place(shape: MeshShape, rank: int) -> Mesh:
     return dataclasses.replace(ALONE, shape=shape, rank=rank)
-
-
-def ledger_of(model: nn.Module, specs: dict[str, ShardSpec] | None = None) -> Ledger:
-    return build_ledger(model, pp_size=1, holds=lambda stage, name: True, specs=specs or {})
 
 
 def load_into(model: nn.Module, folder: Path) -> None:
