@@ -1,5 +1,5 @@
-"""Seconds of LoRA's pairs of thin products beside the products of a frozen model, of adding up both results, and of unpacking
-a quantised model.
+"""Seconds of LoRA's pairs of thin products beside the products of a frozen model and of adding up both results, and what unpacking
+a quantised model moves.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def adapter_pass(
         moved: Bytes per second of other kernels.
     """
     rank, products = adapted(profile, block, spec.adapters)
-    unpacked = _unpacked(block, spec) / moved
     inputs = sum(one.times * one.inputs for one in products)
     outputs = sum(one.times * one.outputs for one in products)
     arithmetic = 2 * tokens * rank * (inputs + outputs) / rate / spec.tp
@@ -73,11 +72,11 @@ def adapter_pass(
         spec.element * tokens * (reads * inputs + writes * outputs) / moved / spec.tp
         for reads, writes in MOVED[spec.kernels]
     )
-    return arithmetic + there + unpacked, 2 * arithmetic + back + unpacked
+    return arithmetic + there, 2 * arithmetic + back
 
 
-def _unpacked(block: BlockProfile, spec: LayoutSpec) -> float:
-    """Bytes that a pass moves to unpack the quantised matrices of a block, each for its product."""
+def unpacked(block: BlockProfile, spec: LayoutSpec) -> float:
+    """Bytes that a pass, forward or backward, moves to unpack the quantised matrices of a block, each for its product."""
     if not spec.block_bits:
         return 0.0
     weights = sum(float(one.stored * one.inputs * one.outputs) for one in block.products)

@@ -38,6 +38,7 @@ class Constants:
         tp_overlapped: What is left of tensor-parallel messages that overlap.
         pp_overlapped: What is left of messages between stages that overlap.
         dp_overlapped: Part of the last backward that hides the reduction.
+        unpack: Rate at which quantised weights are unpacked, as a part of that of other kernels.
         flash: Rate of flash attention's later releases, as a multiple of its first and of SDPA's.
         t_fetch: Host time in which ZeRO 3 other than FSDP fetches and frees a block's parameters, in each of its passes.
         cpu_adam: Parameters per second that a node's host updates.
@@ -65,6 +66,7 @@ class Constants:
     tp_overlapped: float
     pp_overlapped: float
     dp_overlapped: float
+    unpack: float
     flash: float
     t_fetch: float
     cpu_adam: float

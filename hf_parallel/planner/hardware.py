@@ -31,7 +31,7 @@ class Gpu:
         fp32: Products without tensor cores.
         attention: Fused causal attention, forward and backward.
         flash: The same in the kernels that are made for this GPU.
-        achievable: Part of the peak that large products reach.
+        achievable: Part of the peak that large products reach; above 1 for a card whose clock is above that of the peak.
         memory: What a process can allocate at most, the context included.
         bandwidth: Of its memory.
         nvlink: To the other GPUs of the node, None without.

@@ -35,7 +35,7 @@ SOME = 6 * HIDDEN * LAYERS  # on those of attention
 
 
 def block(adapters: int, **layout: object) -> tuple[Pass, Place]:
-    spec = layout_of({"micro_batch": ROWS, "adapters": adapters, **layout})
+    spec = layout_of({"micro_batch": ROWS, "adapters": adapters} | layout)
     place = Place(spec, Cluster(1, 1, "a100_80"), LENGTH, constants())
     return block_pass(MODEL, BLOCK, place), place
 
@@ -87,9 +87,33 @@ def test_more_than_adapters_have_are_some_of_the_models_own() -> None:
 
 def test_a_quantised_matrix_is_unpacked_for_each_product() -> None:
     (half, place), (packed, _) = block(16 * ALL), block(16 * ALL, block_bits=4.0)
-    moved = (0.5 + 2) * 12 * HIDDEN**2 / place.moved
+    moved = (0.5 + 2) * 12 * HIDDEN**2 / (place.c.unpack * place.moved)
     assert packed.forward - half.forward == pytest.approx(moved)
     assert packed.backward - half.backward == pytest.approx(moved)
+
+
+def test_what_runs_again_is_unpacked_again() -> None:
+    def added(recompute: str) -> float:
+        half, packed = (block(16 * ALL, block_bits=bits, recompute=recompute)[0] for bits in (0.0, 4.0))
+        return packed.both - half.both
+
+    assert added("full") == pytest.approx(added("none") * 3 / 2)
+
+
+def test_unpacking_lengthens_short_passes_most() -> None:
+    wide = Product(4 * HIDDEN, 16 * HIDDEN)
+    large = replace(BLOCK, products=(wide,), parameters=wide.inputs * wide.outputs)
+
+    def longer(tokens: int) -> float:
+        half, packed = (
+            layout_of({"adapters": 8 * ALL, "recompute": "full", "block_bits": bits}) for bits in (0.0, 4.0)
+        )
+        places = (Place(spec, Cluster(1, 1, "a100_80"), tokens, constants()) for spec in (half, packed))
+        times = [block_pass(MODEL, large, place).both for place in places]
+        return times[1] / times[0]
+
+    assert longer(256) > 1.5
+    assert longer(16384) < 1.05
 
 
 def test_a_quantised_base_has_its_bits_in_blocks_alone() -> None:
