@@ -130,7 +130,7 @@ class Reads:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Of globals and attributes, in nested functions too, and what `getattr` may be given."""
+    """Names of globals and attributes, in nested functions too, and strings that `getattr` may be given."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
