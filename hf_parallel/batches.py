@@ -129,10 +129,10 @@ def refuse_unlike(mesh: Mesh, digests: Sequence[int]) -> None:
 
     Args:
         mesh: This rank's mesh.
-        digests: Of the batches of each rank of this copy, in rank order.
+        digests: Digests of the batches of each rank of this copy, in rank order.
 
     Raises:
-        RankMismatchError: On every rank that compares, naming those that differ.
+        RankMismatchError: Raised on every rank that compares; names the ranks that differ.
     """
     if len(set(digests)) == 1:
         return

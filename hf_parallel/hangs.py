@@ -88,7 +88,7 @@ def report(
         heartbeats: The last line of each rank that is known.
         bound: The longest wait allowed, in words.
         trouble: What is wrong with the store that lines come from; empty if nothing.
-        axes: Over which axes of the mesh it waits, if that is known.
+        axes: Axes of the mesh over which it waits, if they are known.
     """
     path, stuck = blame(heartbeats, rank, len(names))
     over = f" (over {axes})" if axes else ""

@@ -32,10 +32,10 @@ class Line(NamedTuple):
     """What a rank does.
 
     Attributes:
-        waits: Whether for others.
-        text: In words.
-        since: When it began, by this rank's clock.
-        awaits: For which ranks; None if that is not known.
+        waits: Whether it waits for other ranks.
+        text: Its activity in words.
+        since: Time when the activity began, by this rank's clock.
+        awaits: Ranks that it waits for; None if they are not known.
     """
 
     waits: bool

@@ -1,4 +1,4 @@
-"""Which links join the ranks of a run: a fast one between neighbours, those inside a node, the network between nodes."""
+"""The links between the ranks of a run: fast ones between neighbours, those inside a node, the network."""
 
 from __future__ import annotations
 

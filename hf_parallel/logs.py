@@ -41,7 +41,7 @@ def quiet_other_ranks(rank: int) -> None:
     """Show what other packages warn of on rank 0 only, unless Python was started with warning options.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
     """
     if rank == 0 or sys.warnoptions:
         return

@@ -34,11 +34,13 @@ class Placement:
     sent: Sent | None
 
     def carried(self, axis: str, sent: float | None = None) -> dict[str, float]:
-        """Kind of link -> bytes of a step along an axis, out of the busiest end of one; kinds that carry nothing are left out.
+        """Kind of link -> bytes of a step along an axis, out of the busiest end of a link.
+
+        Kinds that carry nothing are left out.
 
         Args:
             axis: "tp", "sp", "ep", "pp" or "dp", which has the sums of experts.
-            sent: Of each rank; None for what is known.
+            sent: Bytes that each rank sends; None takes what is known.
         """
         return _busiest(self._out_of_ends(axis, sent))
 
@@ -157,11 +159,11 @@ def place(
 
 
 def map_of(placement: Placement, sums: str = "") -> list[str]:
-    """Which axis crosses which links, a line each; empty where all links are alike.
+    """Say which axis crosses which links, a line each; no lines where all links are alike.
 
     Args:
-        placement: It.
-        sums: How gradients are summed that several nodes have, in words; "" where one ring joins all.
+        placement: Where the ranks lie.
+        sums: Words for how gradients are summed that several nodes have; "" where one ring joins all.
     """
     links, shape = placement.links, placement.shape
     if not links.differ or shape.world_size == 1:

@@ -68,11 +68,13 @@ def hosts_of_ranks() -> tuple[str, ...]:
 
 
 def compare_settings(settings: str, source: str) -> tuple[str, ...]:
-    """Raise unless all ranks have read the same settings; the names of their machines, as `hosts_of_ranks`. Collective.
+    """Raise unless all ranks have read the same settings; return their machines' names, as `hosts_of_ranks`.
+
+    Collective.
 
     Args:
-        settings: This rank's.
-        source: Which file they are from; said where there are several machines, which may have different ones.
+        settings: Settings of this rank, as text.
+        source: File that they are from; named where there are several machines, which may have different ones.
 
     Raises:
         RankMismatchError: Names the ranks that differ from rank 0, their machines and files.

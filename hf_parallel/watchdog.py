@@ -65,8 +65,8 @@ LEFT = "has left the run"
 # A heartbeat every tick. From the end of a wait to the end of this process pass at most 2 s: a tick until it is noticed, the
 # time for silent ranks to write again, and the time in which an unreachable store may fail to answer.
 TICK_S = 0.4
-RECORD_S = 1.0  # in which the last collectives of a rank are written
-# In which the process of a rank that has raised what others cannot know of may end by itself.
+RECORD_S = 1.0  # Seconds for the record of a rank's last collectives to be written.
+# Seconds that the process of a rank which raised has to end by itself, before its watchdog ends the job.
 LEFT_S = 5.0
 
 
@@ -79,7 +79,7 @@ class Watchdog:
         names: Words for every rank, in rank order, such as `rank 1 (pp 1 of 2)`.
         timeout_s: Longest wait, in seconds, before the job is ended. The job dies at most 2 s later than that.
         floor_s: The same where it is known how long steps take, if they take a tenth of it at most.
-        axes_of: Over which axes of the mesh a group of ranks communicates, in words.
+        axes_of: Gives, in words, the axes of the mesh over which a group of ranks communicates.
         source: Where the settings of this rank are from; empty if there is nothing to say.
     """
 
@@ -121,13 +121,13 @@ class Watchdog:
         return self._beats.board
 
     def waits(self, text: str, awaits: Sequence[int] | None = None) -> None:
-        """From now on this rank waits for others, for the reason `text`; for `awaits`, if that is known."""
+        """Note that this rank waits now, for the reason `text`, for the ranks `awaits` if they are known."""
         self._line = Line(True, text, time.monotonic(), awaits)
         if self._resting:
             self.start()
 
     def runs(self, text: str = IDLE) -> None:
-        """From now on this rank works by itself on `text`."""
+        """Note that this rank now works by itself on `text`."""
         self._line = Line(False, text, time.monotonic())
         if self._resting:
             self.start()

@@ -40,8 +40,8 @@ class HostCopy:
     """A tensor on its way to host memory, there, or on its way back.
 
     Args:
-        tensor: Of any device; nobody may write to it before `settle`.
-        streams: For the copies.
+        tensor: Tensor on any device; nobody may write to it before `settle`.
+        streams: Streams for the copies.
     """
 
     def __init__(self, tensor: Tensor, streams: CopyStreams) -> None:

@@ -29,7 +29,7 @@ class KeptResults:
     """What the second run of one forward takes over from the first.
 
     Args:
-        every: Of so many matrix products, in the order in which they run, the first is kept; 1 keeps all.
+        every: Number of matrix products, in the order in which they run, of which the first is kept; 1 keeps all.
         generators: Random generators that an attention kernel may draw from.
     """
 

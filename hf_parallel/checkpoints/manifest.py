@@ -41,8 +41,8 @@ class FileRecord:
     """What a manifest says of one file.
 
     Args:
-        bytes: Its length.
-        sha256: Of its content, in hex.
+        bytes: Length of the file.
+        sha256: Digest of its content, in hex.
     """
 
     bytes: int
@@ -56,8 +56,8 @@ class Manifest:
     Args:
         files: Every file by its name in the folder.
         is_open: Whether callbacks were still to add files when it was written.
-        run: Of a run whose launcher starts processes again: `launches` (its launchers), `writer` (the process of rank 0), `call` (of
-            `train()`, from 0) and `rows` (in an optimizer step).
+        run: Facts of a run whose launcher starts processes again: `launches` (its launchers), `writer` (the process of
+            rank 0), `call` (of `train()`, from 0) and `rows` (in an optimizer step); None otherwise.
     """
 
     files: Mapping[str, FileRecord]

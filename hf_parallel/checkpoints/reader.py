@@ -161,8 +161,8 @@ class Reader:
         """A tensor on the CPU, or the concatenation of some ranges of it; it owns its memory.
 
         Args:
-            stored: Which one.
-            dim: Dim that the ranges are of.
+            stored: Tensor to read.
+            dim: Dim to which the ranges apply.
             ranges: (start, length) in order; None for all of it.
 
         Raises:

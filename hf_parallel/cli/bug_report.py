@@ -33,7 +33,7 @@ def bug_report(checks: Sequence[str], environment: Mapping[str, str]) -> Iterato
 
     Args:
         checks: What `hf-parallel doctor` found, a line each.
-        environment: Of the process.
+        environment: Environment variables of the process.
     """
     yield f"hf_parallel {hf_parallel.__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield ""

@@ -28,7 +28,7 @@ class Question:
     """One question.
 
     Args:
-        key: Of the answer, and of the option that gives it.
+        key: Key of the answer, and name of the option that gives it.
         text: The question.
         kind: What the answer is: a truth, an integer, or a word (an integer if it looks like one).
         default: The answer of an empty line, after those before.

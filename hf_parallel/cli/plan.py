@@ -179,7 +179,7 @@ def _write(path: Path, model: str, plan: Plan, seq_len: int) -> None:
 
 
 def _loading(spec: LayoutSpec) -> str:
-    """In which precision a script has to load the model, so that the plan holds."""
+    """Say in which precision a script has to load the model, so that the plan holds."""
     if spec.dtype == "fp32" or spec.param_dtype == "fp32":
         return "the model is loaded in fp32."
     name = {"bf16": "bfloat16", "fp16": "float16"}[spec.dtype]

@@ -11,10 +11,10 @@ from hf_parallel.planner.scaling import Scaled
 
 
 def refuse_plot(path: Path) -> None:
-    """Before anything is counted: that the picture can be drawn.
+    """Check, before anything is counted, that the picture can be drawn.
 
     Args:
-        path: Of the picture.
+        path: Path of the picture.
 
     Raises:
         ConfigError: Its ending is another, or matplotlib is not installed.

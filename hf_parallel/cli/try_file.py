@@ -103,13 +103,13 @@ def settings_of(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> dict
 def judge(
     config: HFParallelConfig, accelerate: Mapping[str, Any], ours: Mapping[str, Any], one: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Whether both runs are one.
+    """Judge whether both runs gave the same losses.
 
     Args:
         config: Our settings.
         accelerate: The file around them.
         ours: `losses` and `ranks` (rank, process) of the launched run.
-        one: Those of one process.
+        one: The same of the run of one process.
 
     Returns:
         `ok`, `text`, the losses and the largest relative difference.

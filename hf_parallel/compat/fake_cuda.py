@@ -24,7 +24,8 @@ from hf_parallel.errors import UnsupportedError
 
 CUDA, PRIVATE_USE = 1, 20  # numbers of device types
 NUM_TYPES = 22
-# Of a table of C++ methods: two entries of type information, then destructors and `isBuilt`, `isAvailable`, `hasPrimaryContext`.
+# Table of C++ methods: two entries of type information, then destructors and `isBuilt`, `isAvailable`,
+# `hasPrimaryContext`.
 HEAD, ANSWERS, NUM_METHODS = 2, (2, 3, 4), 64
 MEMORY_BYTES: Final = 80 * 10**9
 
@@ -144,10 +145,10 @@ class _Stream:
         self.device_index, self.device_type, self.priority = 0, CUDA, 0
 
     def wait_stream(self, other: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: work has always ended."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: work has always ended."""
 
     def record_event(self, event: Any = None) -> Any:
         return torch.cuda.Event() if event is None else event
@@ -169,10 +170,10 @@ class _Event:
     """An event that has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As of torch.cuda."""
+        """Take any arguments of torch.cuda.Event."""
 
     def record(self, stream: Any = None) -> None:
-        """Nothing runs."""
+        """Do nothing: no stream runs."""
 
     def wait(self, stream: Any = None) -> None:
         """It has happened."""

@@ -18,10 +18,10 @@ def fake_ranks(rank: int, world_size: int, ranks_per_node: int, backend: str) ->
     """Inside, this process is one rank of a world; what arrives from others is what was there before.
 
     Args:
-        rank: Which one.
-        world_size: How many there are.
-        ranks_per_node: Of them on each machine.
-        backend: What groups say they are: "nccl" or "gloo".
+        rank: Rank of this process.
+        world_size: Ranks of the world.
+        ranks_per_node: Ranks of the world on each machine.
+        backend: Backend that groups say they have: "nccl" or "gloo".
 
     Raises:
         UnsupportedError: There is a process group already.

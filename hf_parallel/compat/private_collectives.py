@@ -133,7 +133,8 @@ def all_reduce_flat(x: Tensor, group: ProcessGroup, *, async_op: bool = True) ->
     Args:
         x: The tensor.
         group: The ranks.
-        async_op: As of torch, whose collective ends before it returns without it, on the stream that is current.
+        async_op: Whether to return while it runs, as in torch, whose collective otherwise ends before it returns, on
+            the current stream.
     """
     import torch.distributed as dist
 
@@ -265,7 +266,7 @@ class _PartsToSum:
     """The ranks' parts on their way here; `wait` sums them.
 
     Args:
-        work: Until they are here.
+        work: Waits until the parts are here; None if they are.
         parts: Where they arrive, f[N, n].
         own: This rank's part, f[n], if it is not among them.
         rank: This rank.

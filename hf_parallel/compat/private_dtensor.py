@@ -201,7 +201,7 @@ def explained_calls(call: Callable[..., Any], name_of: Callable[[Tensor], str | 
 
     Args:
         call: A function.
-        name_of: As of `explain_refusals_of_parts`.
+        name_of: Names a parameter, as in `explain_refusals_of_parts`.
     """
 
     @functools.wraps(call)

@@ -133,7 +133,7 @@ def of_documents(mask_function: Callable[..., Any], positions: Tensor, documents
     """A mask under which the documents of a packed row do not see each other, as transformers makes it.
 
     Args:
-        mask_function: Of one document.
+        mask_function: Mask function of one document.
         positions: i[B S], position ids.
         documents: i[B S], the number of the document of each token.
     """

@@ -160,7 +160,7 @@ def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype | None)
 
 
 def move_values_only(model: nn.Module) -> None:
-    """From here on `model.to()` and its like cast tensors without values but leave them where they are: nowhere."""
+    """Let `model.to()` and its like cast tensors without values but leave them where they are: nowhere."""
     vars(model)["_apply"] = MethodType(_apply, model)
 
 

@@ -24,13 +24,13 @@ class Bucket:
     """Parameters whose gradients are reduced in one flat buffer.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
         params: The parameters.
         offsets: Where each one's elements begin in the buffer.
         numel: Elements of the buffer, gaps and padding included; those hold zeros.
-        dtype: Of the buffer: fp32, unless bf16 is asked for or the parameters are wider.
-        device: Of the parameters.
-        kind: Of its parameters; `lay_out` puts different kinds into different buckets.
+        dtype: Dtype of the buffer: fp32, unless bf16 is asked for or the parameters are wider.
+        device: Device of the parameters.
+        kind: Kind of its parameters; `lay_out` puts different kinds into different buckets.
     """
 
     names: tuple[str, ...]
@@ -77,7 +77,7 @@ class Packed:
     """A flat buffer, f[bucket.numel + flags], and the positions of the gradients in it, multiplied by `factor`.
 
     Attributes:
-        present: Which parameters have a gradient in the buffer, once no more follow.
+        present: Whether each parameter has a gradient in the buffer, once no more follow.
     """
 
     bucket: Bucket
@@ -180,7 +180,7 @@ def lay_out(
         kind: Parameters of different kinds are kept apart.
         align: Every parameter begins at a multiple of so many elements.
         multiple: The buffer's length is a multiple of so many elements.
-        dtype: In which gradients are summed, but for those of fp64 parameters.
+        dtype: Dtype in which gradients are summed, except those of fp64 parameters.
 
     Raises:
         ConfigError: If `bucket_bytes` is below 1.

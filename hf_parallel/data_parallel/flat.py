@@ -247,7 +247,7 @@ def place_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     Args:
         flat: One-dimensional, at the start of its storage.
         offset: First element.
-        shape: Of the tensor, contiguous.
+        shape: Shape of the tensor, contiguous.
     """
     start = offset * flat.element_size()
     storage = flat.untyped_storage()[start : start + math.prod(shape) * flat.element_size()]

@@ -275,7 +275,7 @@ def _takes_one_dtype(modules: Sequence[nn.Module], device: torch.device) -> bool
 
 
 def precision(own: torch.dtype, compute: torch.dtype | None, stays: bool) -> MixedPrecisionPolicy:
-    """In which precision parameters are gathered; gradients are summed in fp32.
+    """The precision in which parameters are gathered; gradients are summed in fp32.
 
     Under autocast the matrices of a unit are gathered in the dtype that autocast would give them. What is gathered with the
     model (embedding, last norm, head) stays fp32, so that hidden states keep the precision they have under autocast; so do
@@ -292,7 +292,7 @@ def precision(own: torch.dtype, compute: torch.dtype | None, stays: bool) -> Mix
 
 
 def self_contained(model: nn.Module, units: Sequence[Sequence[str]]) -> dict[tuple[str, ...], list[nn.Module]]:
-    """Those of `units` that have parameters, none of which is part of another unit or of the rest as well.
+    """Choose the `units` that have parameters, none of which is part of another unit or of the rest as well.
 
     A unit stays together: the gradient that reaches its last module must find the parameters of all, because they may be
     run again from there.

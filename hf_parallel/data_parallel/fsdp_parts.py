@@ -79,7 +79,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def rows_of(like: Tensor, whole: Tensor) -> Tensor:
-    """Of `whole`, which has the shape of the tensor that `like` is a part of, the rows that `like` has."""
+    """The rows of `whole` that `like` has, a part of a tensor with the shape of `whole`."""
     if not isinstance(like, DTensor):
         return whole
     first = first_row_of(like)
@@ -87,7 +87,7 @@ def rows_of(like: Tensor, whole: Tensor) -> Tensor:
 
 
 def first_row_of(tensor: Tensor) -> int:
-    """Which row of the tensor that is sharded this rank's part begins with; 0 for any other tensor."""
+    """Number of the first row that this rank has of a sharded tensor; 0 for any other tensor."""
     if not isinstance(tensor, DTensor):
         return 0
     ranks, rank = tensor.device_mesh.size(-1), tensor.device_mesh.get_local_rank(-1)

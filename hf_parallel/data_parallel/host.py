@@ -21,7 +21,7 @@ class HostMemory:
     """Host copies of tensors of one device, and the copying between them.
 
     Args:
-        device: Of the tensors that are copied from and to.
+        device: Device of the tensors that are copied from and to.
         pinned: Whether the memory is pinned; only next to a GPU.
     """
 

@@ -74,13 +74,13 @@ class LateGather:
         return bool(self._works)
 
     def put(self, works: Sequence[Pending | None]) -> None:
-        """The gathers of all flat buffers, in order, have begun."""
+        """Note that the gathers of all flat buffers, in order, have begun."""
         self._works = {index: work for index, work in enumerate(works) if work is not None}
         if self.at_once:
             self.wait_for_all()
 
     def wait(self, index: int) -> None:
-        """Until a flat buffer is complete."""
+        """Wait until the all-gather of a flat buffer has ended."""
         work = self._works.pop(index, None)
         if work is not None:
             with (
@@ -90,7 +90,7 @@ class LateGather:
                 work.wait()
 
     def wait_for_all(self) -> None:
-        """Until all parameters are what they should be."""
+        """Wait until the all-gathers of all flat buffers have ended."""
         for index in list(self._works):
             self.wait(index)
 

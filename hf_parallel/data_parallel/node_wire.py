@@ -20,8 +20,8 @@ class NodeWire:
 
     Args:
         inside: The copies on this rank's node.
-        across: Those with its place on the other nodes.
-        device: Of the gradients.
+        across: The copies with this rank's place on the other nodes.
+        device: Device of the gradients.
 
     Attributes:
         counters: Collectives and bytes so far.

@@ -71,7 +71,7 @@ def make_replica_wire(
     """The wire that compresses, on process groups of its own; None without compression. Collective over the replicas.
 
     Args:
-        settings: Of the data-parallel axis.
+        settings: Settings of the data-parallel axis.
         compression: What the wire does; with local steps that of `local_sgd`.
         ledger: The model's ledger.
         parameters: Ledger name -> this rank's parameter.
@@ -149,8 +149,8 @@ class WarmUp:
         """Set the number of optimizer steps of the run.
 
         Args:
-            total: Of the whole run.
-            done: Of those before this start, if the run resumes.
+            total: Optimizer steps of the whole run.
+            done: Steps done before this start, if the run resumes.
         """
         compression = self._compression
         self._length, self._done = math.ceil(compression.warmup * total), done

@@ -34,8 +34,8 @@ class Replicas:
         ledger: The model's ledger.
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh. Building the groups of a compressed wire is collective.
-        settings: Of the data-parallel axis.
-        counted: Which elements of a parameter this rank counts in the gradient norm.
+        settings: Settings of the data-parallel axis.
+        counted: Chooses the elements of a parameter that this rank counts in the gradient norm.
 
     Attributes:
         wire: What compresses gradients; None without compression.
@@ -125,7 +125,7 @@ class Replicas:
         self.lay_out()
 
     def fixed(self, frozen: Sequence[str], unfrozen: Sequence[str]) -> list[str]:
-        """Those of the parameters that were frozen or unfrozen for which it is too late."""
+        """Names of parameters that were frozen or unfrozen too late to take effect."""
         if self.sharded is not None:
             return [*unfrozen, *frozen]
         updated = {name for group in (self.zero.groups if self.zero is not None else ()) for name in group}
@@ -205,8 +205,8 @@ class Replicas:
         """Set the number of optimizer steps of the run, of which the warm-up of a compression is a share.
 
         Args:
-            total: Of the whole run.
-            done: Of those before this start, if the run resumes.
+            total: Optimizer steps of the whole run.
+            done: Steps done before this start, if the run resumes.
         """
         self._warm_up.plan(total, done)
 

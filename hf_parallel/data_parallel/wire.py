@@ -53,7 +53,7 @@ class Wire(Protocol):
 
     @property
     def counters(self) -> Counts:
-        """Of this wire."""
+        """Collectives and bytes of this wire so far."""
         ...
 
     def all_reduce(self, flat: Tensor, bucket: Bucket | None) -> Wait:
@@ -94,7 +94,7 @@ class Traffic:
         sharers: Name of a parameter -> the ranks that share its gradient and its update with this one, None for nobody; those
             of one kind have the same. None: all ranks do.
         waiting: Context for waits on other ranks outside of a reduction.
-        dtype: Of the sums; gradients of wider parameters keep theirs.
+        dtype: Dtype of the sums; gradients of wider parameters keep theirs.
         recorder: Keeps when buckets were under way.
         noticed: Called when a gradient has arrived at a parameter, in whichever backward pass; None: nobody asks.
     """
@@ -121,8 +121,8 @@ class UnderWay:
     Args:
         sum: What will hold the sum: all of the bucket or this rank's part of it.
         factor: What its gradients were multiplied by.
-        present: Which of its parameters had a gradient here.
-        wait: Until it is summed.
+        present: Whether each of its parameters had a gradient here.
+        wait: Waits until it is summed.
         begun: When it started, a moment of the recorder.
         flags: What will hold the number of ranks that had a gradient of each parameter, f[params]; None if nobody asks.
     """
@@ -144,7 +144,10 @@ class UnderWay:
             self.sum.mul_(factor / self.factor)
 
     def anywhere(self) -> Sequence[bool]:
-        """Which parameters have a gradient on some rank. Reading waits for the device: only a rank that lacks one asks."""
+        """Whether each parameter has a gradient on some rank.
+
+        Reading waits for the device: only a rank that lacks one asks.
+        """
         if all(self.present) or self.flags is None:
             return self.present
         return [count > 0.0 for count in self.flags.tolist()]
@@ -155,7 +158,7 @@ def announced_factor(wire: Wire, factor: float | None) -> float | None:
 
     Args:
         wire: What sends them.
-        factor: That of the reduction; None if it is not known.
+        factor: Factor of the reduction; None if it is not known.
     """
     if wire.lossy:
         return factor
@@ -168,11 +171,11 @@ def require_announced(wire: Wire, announced: float, factor: float, *, left: bool
     Args:
         wire: What sends them.
         announced: The factor that they were multiplied by.
-        factor: That of the reduction.
+        factor: Factor of the reduction.
         left: Whether any were sent.
 
     Raises:
-        UnsupportedError: It is another one.
+        UnsupportedError: The two factors differ.
     """
     if wire.lossy and left and factor != announced:
         raise UnsupportedError(
@@ -196,13 +199,13 @@ class PlainWire:
         return _waits_for(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def reduce_scatter(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Wait]:
-        """One reduce-scatter."""
+        """Run one reduce-scatter."""
         self._count(flat)
         mine = self.pool.empty(flat.numel() // self.group.size(), flat.dtype, flat.device)
         return mine, _waits_for(reduce_scatter_flat(mine, flat, self.group, self.pool.empty))
 
     def flush(self) -> None:
-        """Nothing is delayed."""
+        """Do nothing: this wire delays nothing."""
 
     def _count(self, flat: Tensor) -> None:
         self.counters.collectives += 1

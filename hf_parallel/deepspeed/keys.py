@@ -90,9 +90,9 @@ class ZeroKeys:
     """Keys that `zero_optimization` takes, and whose they are.
 
     Args:
-        zero: All of them.
-        deprecated: Those that will go.
-        offload: Of its sections `offload_optimizer` and `offload_param`, by "optimizer" and "param".
+        zero: All keys.
+        deprecated: Keys that will go.
+        offload: Keys of its sections `offload_optimizer` and `offload_param`, by "optimizer" and "param".
         source: DeepSpeed with its version.
     """
 

@@ -43,7 +43,7 @@ def missing_compilers() -> list[str]:
 
 
 def unbuilt(names: Iterable[str]) -> list[str]:
-    """Those of these ops that the first process to need them will compile."""
+    """The ops among `names` that the first process to need them will compile."""
     version: Any = importlib.import_module("deepspeed.git_version_info")
     return [
         name

@@ -60,7 +60,7 @@ def take_over(trainer: Trainer) -> None:
 
 
 def _evaluate_before_training(trainer: Trainer) -> None:
-    """Until DeepSpeed has the model, evaluate the model itself: below stage 3 it is whole, and the stock Trainer refuses."""
+    """Evaluate the model itself until DeepSpeed has it. Below stage 3 it is whole, and the stock Trainer refuses."""
     stock = trainer.evaluation_loop
 
     @functools.wraps(stock)
@@ -114,7 +114,7 @@ def _differences(asked: Mapping[str, Any], runs: Mapping[str, Any]) -> Iterator[
 
 
 def num_parameters(trainer: Trainer) -> int:
-    """Of the whole model, also if DeepSpeed has shared it out already."""
+    """Parameters of the whole model, also if DeepSpeed has shared it out already."""
     parameters: list[Any] = [] if trainer.model is None else list(trainer.model.parameters())
     return sum(int(getattr(one, "ds_numel", one.numel())) for one in parameters)
 

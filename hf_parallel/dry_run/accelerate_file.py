@@ -121,7 +121,7 @@ def _machine_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rank_problem(rank: object, machines: int) -> str:
-    """Of a machine that is none of these."""
+    """The message for a machine_rank outside 0 .. num_machines - 1."""
     meant = number(rank)
     near = min(max(meant, 0), machines - 1) if _is_whole(meant) else 0
     counted = f"machines count from 0 to {machines - 1}" if machines > 1 else "the only machine is 0"

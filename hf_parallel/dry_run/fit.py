@@ -45,11 +45,11 @@ def judge(
 
     Args:
         checked: A file without errors.
-        shape: Of the model.
+        shape: Shape of the model.
         work: Rows and tokens.
         gpu_bytes: Memory of a GPU, None if there is none to compare with.
         host_bytes: RAM of a node.
-        dtype: Of the parameters; None is what the file's engine does with its mixed_precision.
+        dtype: Dtype of the parameters; None is what the file's engine does with its mixed_precision.
 
     Raises:
         ConfigError: The file does not say how many processes there are.

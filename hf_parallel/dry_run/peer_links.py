@@ -209,7 +209,7 @@ class Answerer:
     """Answers the other machines from threads: their questions for the time, and their streams.
 
     Args:
-        address: At which it listens.
+        address: Address at which it listens.
     """
 
     def __init__(self, address: str) -> None:

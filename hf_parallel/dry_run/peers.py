@@ -31,8 +31,8 @@ class Place:
     Args:
         rank: Number of this machine.
         size: Number of machines.
-        address: Of machine 0.
-        port: On machine 0.
+        address: Address of machine 0.
+        port: Port on machine 0.
     """
 
     rank: int
@@ -84,7 +84,7 @@ def examine_peers(
     """Meet the other machines and measure; each runs this at the same time, and all find the same.
 
     Args:
-        place: Which machine this is.
+        place: Place of this machine in the run.
         accelerate: The settings file.
         wait_s: How long to wait for others.
         say: Told what is done.

@@ -78,7 +78,7 @@ def _without_cache(engine: PipelineEngine, kwargs: dict[str, Any]) -> dict[str, 
     """Arguments of a `generate` that computes every position anew for each token.
 
     Raises:
-        UnsupportedError: One of them needs a cache.
+        UnsupportedError: An argument needs a cache.
     """
     given = [name for name in NEED_A_CACHE if kwargs.get(name) is not None]
     if given:

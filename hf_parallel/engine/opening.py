@@ -31,12 +31,12 @@ def opening(
     *,
     compared: bool,
 ) -> list[str]:
-    """The lines, without those of the layout and of the batch, which others know.
+    """The lines of the start-up message, without those of the layout and of the batch, which are made elsewhere.
 
     Args:
-        plans: What was found out.
+        plans: Plans of the run.
         setup: The settings and the mesh.
-        holdings: Of each pipeline rank, before the model was changed; see `holdings_of`.
+        holdings: What each pipeline rank holds, before the model was changed; see `holdings_of`.
         replicas: What the replicas do with each other, a line each.
         seconds: What planning and comparing took.
         compared: Whether the planned parts were compared with the whole model.
@@ -188,10 +188,10 @@ def _staleness(schedule: ScheduleChoice) -> str:
 
 
 def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) -> str:
-    """What a step trains on, and what it equals.
+    """Say what a step trains on, and which run of one process it equals.
 
     Args:
-        rows: Of a batch on each replica.
+        rows: Rows of a batch on each replica.
         steps: Batches of an optimizer step.
         dp_size: Replicas.
         config: The settings.
@@ -213,7 +213,7 @@ def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) ->
 
 
 def _too_few(rows: int, config: HFParallelConfig) -> str:
-    """That a replica's rows are not enough for the microbatches of a step."""
+    """A clause that says so if a replica has fewer rows than microbatches of a step; else ""."""
     wanted = config.pipeline.parts_of_batch(config.pp_size) if config.pp_size > 1 else 1
     if rows >= wanted:
         return ""

@@ -50,11 +50,11 @@ class Session:
         schedule: The pipeline schedule that they ask for.
         explanation: Where they came from and which layout follows, for the start-up line.
         mesh: This rank's mesh.
-        watchdog: Started.
+        watchdog: The watchdog, started.
         placement: How the mesh lies on the links of the machines.
 
     Attributes:
-        engine: Of the attached model, None before.
+        engine: Engine of the attached model, None before.
         announced: Gives the model that a Trainer will train, None without one; may be set until a model is attached.
         sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
         total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.

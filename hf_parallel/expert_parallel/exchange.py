@@ -81,7 +81,7 @@ class _There(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ids: Tensor, journey: Journey) -> tuple[Tensor, ...]:
-        """Those that arrive, f[m H], f[m 1] and i[m 1]."""
+        """Send rows; return those that arrive, f[m H], f[m 1] and i[m 1]."""
         ctx.journey, ctx.width = journey, rows.shape[1]
         wide = _columns(weights, rows)
         ctx.columns, ctx.dtypes = wide.shape[1], (weights.dtype, wide.dtype)

@@ -1,4 +1,4 @@
-"""Which modules of a model are experts that can be spread over replicas: proposed by structure, accepted by numbers.
+"""Find modules of experts that can be spread over replicas: proposed by structure, accepted by numbers.
 
 Proposed are modules that own stacks of matrices, one for each expert, and are called with hidden states, the experts chosen
 for each token, and their weights. One of each kind is run as all ranks, threads that really exchange tokens, and compared

@@ -38,10 +38,10 @@ def refusal(module: nn.Module, made: ExpertModule, ep_size: int, arguments: Argu
     """Why a module is not spread as proposed; "" if outputs and gradients equal those of the whole one.
 
     Args:
-        module: It, whole; not changed.
+        module: The whole module; not changed.
         made: The proposal.
         ep_size: Ranks.
-        arguments: Of a call of it.
+        arguments: Arguments of a call of the module.
     """
     whole = deep_copy(module).to("cpu", _precise(arguments, made))
     perturb(whole, only_constant=True)

@@ -72,11 +72,11 @@ class Meeting:
         """Wait until every rank has come with the same flags of a `TrainerControl`.
 
         Args:
-            flags: Those that are set, by name.
-            step: After which they are.
+            flags: Names of the flags that are set.
+            step: Optimizer step after which they are set.
 
         Raises:
-            RankMismatchError: Some came with others, or not in time.
+            RankMismatchError: Some ranks came with other flags, or not in time.
         """
         what = f"{flags} after step {step}"
         apart = self.differences(what)

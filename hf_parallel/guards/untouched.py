@@ -41,7 +41,7 @@ class Untouched:
 
     @torch.no_grad()
     def take(self) -> None:
-        """From here on they are as they are now."""
+        """Remember the tensors as they are now."""
         self._then, self._places = self._here(), self._identities()
         self._versions = [version_of(tensor) for tensor in self._then]
         plain = [tensor for tensor in self._then if type(tensor) is Tensor and not tensor.is_meta]
@@ -69,13 +69,16 @@ class Untouched:
         return False
 
     def written(self) -> list[Tensor]:
-        """Which are."""
+        """Tensors written to since `take`."""
         before = {id(tensor): version for tensor, version in zip(self._then, self._versions, strict=True)}
         return [tensor for tensor in self._here() if before.get(id(tensor)) != version_of(tensor)]
 
     @torch.no_grad()
     def rewritten(self) -> list[Tensor]:
-        """Which have other values, however they came there. On a GPU, which is not waited for, since the call before."""
+        """Tensors whose values differ from `take`.
+
+        On a GPU the answer is that of the previous call, so that the host does not wait for the device.
+        """
         asked, self._asked = self._asked, None
         on_gpu = [tensors[0].device for tensors in self._small if tensors[0].is_cuda]
         if on_gpu:
@@ -98,7 +101,7 @@ class Untouched:
         return [tensor for table in self._tables for tensor in table.values() if tensor is not None]
 
     def _identities(self) -> list[int]:
-        """Which object stands at which place; put together without a loop of Python."""
+        """Ids of the objects at each place; put together without a loop of Python."""
         return list(map(id, itertools.chain.from_iterable(map(dict.values, self._tables))))
 
 
@@ -112,7 +115,7 @@ def _differ(then: Tensor, now: Tensor) -> Tensor:
 
 
 def _others(then: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those whose values are others than in a flat tensor of before."""
+    """Tensors whose values differ from those in a flat tensor of before."""
     now = flattened(tensors)
     if len(then) == len(now) and torch.equal(_bits(then), _bits(now)):
         return []

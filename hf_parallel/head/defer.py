@@ -17,10 +17,10 @@ from hf_parallel.head.unmade import Reads, Recipe, UnmadeLogits, unmade
 
 @dataclass
 class LogitsDeferral:
-    """Of one head; kept on the module as `logits_deferral`.
+    """Decides for one head whether its logits are made; kept on the module as `logits_deferral`.
 
     Args:
-        tiling: How its losses are computed.
+        tiling: Tiling with which its losses are computed.
         last: What became of the logits of its last forward.
     """
 

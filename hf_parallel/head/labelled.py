@@ -35,7 +35,7 @@ class LabelledOutput(ModelOutput):
         return self._logits() if key == "logits" else held.__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict, with logits."""
+        """Get a value as from a dict, with logits."""
         held: Any = super()  # some releases of transformers leave this method without types
         return self._logits() if key == "logits" else held.get(key, default)
 

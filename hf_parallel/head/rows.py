@@ -9,10 +9,10 @@ LEAST_ROWS: Final = 256  # below this the head's weight is read too often for wh
 
 
 def rows_of_tile(tokens: int, hidden: int, vocabulary: int) -> int:
-    """Tokens whose logits are as large as the hidden states of all, at least `LEAST_ROWS`.
+    """Number of tokens whose logits are as large as the hidden states of all, at least `LEAST_ROWS`.
 
     Args:
-        tokens: Of a microbatch.
+        tokens: Tokens of a microbatch.
         hidden: Width of the hidden states.
         vocabulary: Entries of this rank's part of it.
     """
@@ -23,7 +23,7 @@ def is_tiled(tokens: int, hidden: int, vocabulary: int) -> bool:
     """Whether the loss of a microbatch is computed in tiles: one tile would take what the logits take, so they are made.
 
     Args:
-        tokens: Of the microbatch.
+        tokens: Tokens of the microbatch.
         hidden: Width of the hidden states.
         vocabulary: Entries of this rank's part of it.
     """

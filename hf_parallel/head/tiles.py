@@ -57,7 +57,7 @@ class Columns(Protocol):
 
 
 class _Gradients(NamedTuple):
-    """Of the sum of losses, with respect to hidden states, weight and bias; None where none is wanted."""
+    """Gradients of the summed loss with respect to hidden states, weight and bias; None where none is wanted."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -65,7 +65,7 @@ class _Gradients(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Of all tokens: the sum of losses, f32[N] logs of the sums of exponentials, and the gradients that were wanted."""
+    """Results over all tokens: sum of losses, f32[N] logs of the sums of exponentials, and the gradients wanted."""
 
     loss: Tensor
     log_sum: Tensor
@@ -96,7 +96,7 @@ class Tiling:
         """Tokens of a tile, the same on all ranks that share a vocabulary.
 
         Args:
-            tokens: Of the microbatch.
+            tokens: Tokens of the microbatch.
             hidden: Width of the hidden states.
             vocabulary: This rank's part.
         """
@@ -115,7 +115,7 @@ class Tiling:
         return kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tiling:
-        """Of a copy of the head: nothing waits; the ranks are the same."""
+        """Tiling for a copy of the head: nothing waits; the ranks are the same."""
         return Tiling(self.rows, self.columns)
 
     def __reduce__(self) -> Any:
@@ -129,9 +129,9 @@ class Head:
     Args:
         weight: p[V H].
         bias: p[V] or None.
-        dtype: In which the product is made.
-        steps: What is done to its elements, one after the other.
-        tiling: Of its losses.
+        dtype: Dtype in which the product is made.
+        steps: Steps that are applied to its elements, one after the other.
+        tiling: Tiling of its losses.
     """
 
     weight: Tensor
@@ -314,7 +314,7 @@ class _Sum:
 
     Args:
         of: The parameter; None if there is none.
-        dtype: Of the products.
+        dtype: Dtype of the products.
     """
 
     def __init__(self, of: Tensor | None, dtype: torch.dtype) -> None:

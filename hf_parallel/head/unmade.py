@@ -220,7 +220,7 @@ class UnmadeLogits(Tensor):
         return self
 
     def _rows(self, index: Any) -> Any:
-        """Of an index that takes the vocabulary whole."""
+        """Logits of the rows that an index takes if it takes the vocabulary whole; None for another index."""
         items = index if isinstance(index, tuple) else (index,)
         if any(isinstance(item, UnmadeLogits) for item in items):
             return None
@@ -312,7 +312,7 @@ def _out_of_place(step: Step) -> Step:
 
 
 def _name_of(func: Any) -> str:
-    """Of a function; of a property, that of the attribute."""
+    """Name of a function; for a property, name of the attribute."""
     name = str(getattr(func, "__name__", func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 

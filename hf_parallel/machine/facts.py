@@ -35,8 +35,8 @@ class Machine:
     """What the rules about hardware look at.
 
     Args:
-        gpus: Those that torch can use.
-        ram_bytes: Of the machine.
+        gpus: GPUs that torch can use.
+        ram_bytes: Bytes of RAM of the machine.
         locks: Builds of compiled ops that have not ended; see `stale_locks`.
     """
 

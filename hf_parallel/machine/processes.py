@@ -1,4 +1,4 @@
-"""Which process is which: of this machine, of this container, and not a later one with the same number."""
+"""Tell processes apart: of this machine, of this container, and not a later one with the same number."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Tasks | None:
 
 
 def _is_script_or_shell(environ: Mapping[str, str]) -> bool:
-    """Of a job, and no task of it but perhaps the first."""
+    """Whether this process is a job's script or shell, and no task of it but perhaps the first."""
     of_job = any(name in environ for name in ("SLURM_JOB_ID", "SLURM_JOBID"))
     return of_job and _whole(environ, "SLURM_PROCID") <= 0
 

@@ -80,11 +80,11 @@ class Stages:
     """The stages of a run.
 
     Attributes:
-        tokens: Of a microbatch.
-        length: Of a row.
+        tokens: Tokens of a microbatch.
+        length: Tokens of a row.
         placement: The rank of each stage.
-        counts: Its blocks.
-        sizes: How much its blocks keep, in blocks as recorded.
+        counts: Number of blocks of each stage.
+        sizes: Memory that the blocks of each stage keep, in blocks as recorded.
     """
 
     tokens: float
@@ -110,11 +110,11 @@ def stage_parts(
     """What the stages of a rank take.
 
     Args:
-        shape: Of the model.
-        recorded: Of it.
+        shape: Shape of the model.
+        recorded: Recorded step of the model.
         layout: Who holds what.
-        stages: Of the whole run.
-        rank: Of the pipeline.
+        stages: Stages of the whole run.
+        rank: Pipeline rank.
         gradients: Bytes of all that the rank holds.
     """
     counts, tokens = stages.counts, stages.tokens
@@ -221,7 +221,7 @@ def _entries(counts: Sequence[int], layout: Layout) -> list[int]:
 
 
 def _without_checkpoint(count: int, layout: Layout) -> int:
-    """Of so many blocks of a stage, those that autograd keeps whole."""
+    """Number of blocks of a stage that autograd keeps whole."""
     every = layout.recompute.every
     if every is None:
         return count

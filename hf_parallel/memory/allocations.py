@@ -16,10 +16,10 @@ class Block:
 
     Attributes:
         kind: What it is; may be said later.
-        shape: Of the tensor that it was taken for.
-        dtype: Of that tensor.
-        op: That took it.
-        where: Module and line.
+        shape: Shape of the tensor that it was taken for.
+        dtype: Dtype of that tensor.
+        op: Operation that took it.
+        where: Module and line that took it.
     """
 
     kind: str
@@ -31,10 +31,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Peak:
-    """What was there when most was.
+    """The memory in use when most was.
 
     Attributes:
-        total_bytes: Of all blocks.
+        total_bytes: Bytes of all blocks.
         by_kind: Bytes by kind, the largest first.
         largest: (bytes, blocks, kind, shape, dtype, op, where) of blocks that are alike, the largest first.
     """
@@ -48,10 +48,10 @@ class Allocations:
     """Blocks as they come and go.
 
     Args:
-        multiple: Of bytes that are given.
+        multiple: Multiple to which numbers of bytes are rounded up.
 
     Attributes:
-        now_bytes: Taken at present.
+        now_bytes: Bytes taken at present.
     """
 
     def __init__(self, multiple: int = ROUND) -> None:

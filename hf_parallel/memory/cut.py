@@ -23,7 +23,7 @@ def blocks_of_stages(shape: ModelShape, layout: Layout) -> list[int]:
     """Blocks of each stage: as listed in `pipeline.split`, evenly, or balanced against the head and the loss.
 
     Args:
-        shape: Of the model; its blocks are taken to be alike.
+        shape: Shape of the model; its blocks are taken to be alike.
         layout: Who holds what.
     """
     if layout.pp_size == 1:

@@ -13,7 +13,7 @@ def disk_bytes(parameters: float, zero: ZeroConfig) -> float:
     """Bytes that all ranks together write for a model of `parameters`, in the terms of `estimate.host_states`.
 
     Args:
-        parameters: Of the whole model.
+        parameters: Parameters of the whole model.
         zero: What is offloaded, and where.
     """
     optimizer = HOST_OPTIMIZER if zero.offload_optimizer == "nvme" else 0.0
@@ -24,9 +24,9 @@ def disk_shortages(parameters: int, zero: ZeroConfig, num_machines: int) -> list
     """Why the files of an offload do not fit, in a line; nothing is said of a folder that is not on this machine.
 
     Args:
-        parameters: Of the whole model.
+        parameters: Parameters of the whole model.
         zero: What is offloaded, and where.
-        num_machines: That share the files, each on a disk of its own.
+        num_machines: Number of machines that share the files, each on a disk of its own.
     """
     path, share = zero.nvme_path, disk_bytes(parameters, zero) / num_machines
     if path is None or not Path(path).is_dir():

@@ -174,9 +174,9 @@ def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout
     """States, buffers and extras of a rank that holds `parameters` of the model, or trains its share of adapters to them.
 
     Args:
-        parameters: Of the rank.
-        blocks: Those of them that are in blocks.
-        shape: Of the model.
+        parameters: Parameters of the rank.
+        blocks: Parameters of the rank that are in blocks.
+        shape: Shape of the model.
         layout: Who holds what.
     """
     if not shape.adapters:
@@ -223,7 +223,7 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
     """Everything that a run needs, of the rank that needs most.
 
     Args:
-        shape: Of the model; all parameters are trained, or its adapters.
+        shape: Shape of the model; all parameters are trained, or its adapters.
         layout: Who holds what.
         work: Rows and tokens.
         on_gpu: Whether ranks have a CUDA context; else the same terms are in RAM.

@@ -27,8 +27,8 @@ def give_memory(
 
     Args:
         model: With parameters and buffers on `meta`.
-        device: Where they go.
-        fake: Of whose tensors.
+        device: Device of the new tensors.
+        fake: Mode that makes the fake tensors.
         follow: Called with each tensor that takes memory, what it is, and its name.
     """
     made: dict[int, Tensor] = {}

@@ -42,9 +42,9 @@ class Part:
     """Bytes of a part of a step.
 
     Attributes:
-        most: Beyond what was there when it began.
-        kept: Of those, what is there when it ends; gradients of parameters and casts of weights are left out.
-        casts: What is there of casts of weights when it ends.
+        most: Bytes beyond what was in use when it began.
+        kept: Part of `most` that is in use when it ends; gradients of parameters and casts of weights are left out.
+        casts: Bytes of casts of weights that are in use when it ends.
     """
 
     most: float
@@ -107,8 +107,8 @@ class Batch:
     """What a part runs on.
 
     Attributes:
-        tokens: Of the batch.
-        length: Of a row.
+        tokens: Tokens of the batch.
+        length: Tokens of a row.
         tp_size: Ranks that share the products.
         sequence_parallel: Whether they share the sequence between these, too.
         with_fixed: Whether gradients and casts of whole weights are there.
@@ -145,14 +145,14 @@ class StageParts:
 
     Attributes:
         kept: Bytes from its forward to its backward, of the loss left out.
-        entering: Of `kept`, what the embedding leaves.
-        casts: Of weights, that its forward has until it ends.
-        block: What one block takes in the forward beyond what it keeps.
-        again: Of blocks that run again in the backward.
+        entering: Part of `kept` that the embedding leaves.
+        casts: Casts of weights that its forward has until it ends.
+        block: Bytes that one block takes in the forward beyond what it keeps.
+        again: Bytes of blocks that run again in the backward.
         backward: Most that the backward of a block takes.
-        gradients: Of its parameters, when its first backward has ended.
-        late: Of those, what its first block and the embedding have: it comes last.
-        table: Of those, what the head has.
+        gradients: Gradients of its parameters, when its first backward has ended.
+        late: Part of `gradients` of its first block and the embedding: it comes last.
+        table: Part of `gradients` of the head.
         loss: After the last block, on the last stage.
         head: The backward of that.
     """
@@ -175,10 +175,10 @@ class Moment(NamedTuple):
 
     Attributes:
         kind: What runs.
-        place: Of the stage that runs, among those of the rank.
+        place: Index of the stage that runs, among the stages of the rank.
         held: Microbatches between their forward and their backward, of each stage of the rank.
         losses: Microbatches whose loss waits for its backward, or has had it.
-        heads: Those of them that have had it.
+        heads: Number of `losses` that have had their backward.
         reached: How far the gradients of each stage are there.
         is_sent: Whether the last backward of the stage runs, and gradients are on their way.
     """
@@ -199,8 +199,8 @@ def moments_of(actions: Sequence[Action], stages: Sequence[int], last: int | Non
     """The moments of a rank's step of which one has most, whatever its stages take; those with less of all are left out.
 
     Args:
-        actions: Of the rank, in order.
-        stages: Those of the rank.
+        actions: Actions of the rank, in order.
+        stages: Stages of the rank.
         last: The stage with the loss; None if it is on another rank.
     """
     places = {stage: place for place, stage in enumerate(stages)}
@@ -239,7 +239,7 @@ def moments_of(actions: Sequence[Action], stages: Sequence[int], last: int | Non
 
 
 def _largest(found: Iterable[Moment]) -> tuple[Moment, ...]:
-    """Of moments that differ only in what is held, those that no other has all of."""
+    """The moments of which, among those that differ only in what is held, no other holds as much of everything."""
     alike: dict[Moment, list[Moment]] = {}
     for one in found:
         alike.setdefault(one._replace(held=()), []).append(one)
@@ -257,8 +257,8 @@ def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float) -> tuple
     """Bytes of each of `NAMES`.
 
     Args:
-        moment: Of a rank.
-        stages: Those of the rank.
+        moment: Moment of a rank.
+        stages: Parts of the rank's stages.
         sent: Bytes of gradients on their way while the last backward of a stage runs.
     """
     kind, own = moment.kind, stages[moment.place]

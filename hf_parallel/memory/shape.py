@@ -36,7 +36,7 @@ def shape_of(
 
     Args:
         name_or_path: A `config.json`, a folder with one, or a name that transformers can look up.
-        precision: In which the activations of a block are traced; None counts them as Llama's.
+        precision: Precision in which the activations of a block are traced; None counts them as Llama's.
         checkpoint: See `record_step`.
 
     Raises:
@@ -200,5 +200,5 @@ def _intermediate(config: Any, hidden: int) -> int:
 
 
 def _largest(value: Any) -> Any:
-    """Of a value of each layer, as some configs have, the largest."""
+    """Largest value over the layers, where a config has one for each; else the value itself."""
     return max(value) if isinstance(value, (list, tuple)) and value else value

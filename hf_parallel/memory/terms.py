@@ -53,13 +53,13 @@ class ModelShape:
         tied: Whether the head's weight is the embedding's.
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
-        experts: Of the parameters of a block, those in stacks of experts.
+        experts: Parameters of a block that are in stacks of experts.
         saved: What a block keeps, if it was traced; else it is counted as Llama's block.
         recorded: What the parts of a step take on a GPU, if they were recorded; then `saved` is not needed.
         adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
             keeps is counted as if all of it were trained.
-        block_bits: Of a frozen parameter of a block, its share of the scales included (quantised weights); 0 for that of the
-            precision.
+        block_bits: Bits of a frozen parameter of a block, its share of the scales included (quantised weights); 0 for
+            that of the precision.
     """
 
     parameters: int
@@ -112,13 +112,13 @@ class Layout:
     """What the ranks share and where it lies.
 
     Args:
-        num_processes: Of the run; a multiple of tp_size * pp_size * sp_size.
+        num_processes: Processes of the run; a multiple of tp_size * pp_size * sp_size.
         ranks_per_node: Ranks that share a node's RAM.
         tp_size: Ranks that share each layer.
         pp_size: Ranks that share the stack of blocks.
         sequence_parallel: Whether tp ranks share the sequence between the sharded layers as well.
         shards: Ranks that share one copy of what the stage partitions; None is all replicas.
-        stage: Of ZeRO, 0 to 3.
+        stage: Stage of ZeRO, 0 to 3.
         engine: Who partitions.
         precision: fp32; half (parameters in 16 bit); autocast (fp32 parameters, products in 16 bit).
         offload_optimizer: Where Adam's state lies instead of on the GPU.
@@ -193,11 +193,11 @@ class Memory:
 
     Args:
         rank: The rank of a pipeline that needs most.
-        gpu: Of that rank.
-        host: Of a node, for what is offloaded.
+        gpu: Terms of that rank, on its GPU.
+        host: Terms of a node, for what is offloaded.
         host_pinned: Bytes of `host` in pinned memory, which torch rounds up to a power of two for each block: up to
             as much again (`DS_PIN_MEMORY_BACKEND=native` rounds to pages).
-        loading: Of a node while every rank holds the whole model, before it is cut or partitioned.
+        loading: Bytes of a node while every rank holds the whole model, before it is cut or partitioned.
     """
 
     rank: int
@@ -224,7 +224,7 @@ def layout_of(
 
     Args:
         config: The settings.
-        num_processes: Of the run.
+        num_processes: Processes of the run.
         ranks_per_node: Ranks on each node.
         precision: See `Layout`.
 

@@ -42,7 +42,7 @@ class Kept:
 
     Args:
         stack: Name of the list of blocks.
-        blocks: Those that are kept, rising.
+        blocks: Blocks that are kept, rising.
         shown_by: Block of the whole model -> place in `blocks` of one that it equals.
     """
 
@@ -56,9 +56,9 @@ class Fewer:
     """A model that shares some of its blocks, and all else, with a whole one.
 
     Args:
-        model: It.
+        model: The model.
         kept: Its blocks.
-        record: Of its forward.
+        record: Record of its forward.
     """
 
     model: nn.Module
@@ -78,7 +78,7 @@ def fewer_blocks(
 
     Args:
         model: The whole model.
-        whole: Of a forward of it.
+        whole: Record of a forward of the whole model.
         sample: The batch that was recorded.
         groups: Ranges of blocks that each keep those that they need, and their last one; None: all blocks are one group.
         is_on_meta: Whether it was recorded on the `meta` device.

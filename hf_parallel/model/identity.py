@@ -292,7 +292,7 @@ class _Code:
         return self._texts[id(value)][1]
 
     def _described(self, value: Any) -> str:
-        """Of objects of libraries only the class, and the functions in their tables."""
+        """Describe a value; an object of a library by its class and the functions in its tables."""
         if isinstance(value, types.ModuleType):
             return f"module {value.__name__}"
         before = len(self._functions), len(self._classes)

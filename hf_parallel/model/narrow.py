@@ -47,9 +47,9 @@ class Narrow:
     """A model that runs as a wide one does.
 
     Args:
-        model: It, with random weights.
-        vocab_size: Of its text.
-        record: Of its forward on `meta`.
+        model: The narrow model, with random weights.
+        vocab_size: Vocabulary size of its text.
+        record: Record of its forward on `meta`.
     """
 
     model: nn.Module
@@ -99,8 +99,8 @@ def forward_if_alike(narrow: nn.Module, wide: nn.Module, stack: str, sample: Map
     """A forward of the narrow one of two models, on `meta`; None where it is not shown that both run alike.
 
     Args:
-        narrow: Of the same class.
-        wide: With a config.
+        narrow: Narrow model of the same class.
+        wide: Wide model with a config.
         stack: Name of the list of their blocks.
         sample: A batch of text.
     """
@@ -119,7 +119,7 @@ def narrow_config(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool 
     """A config of narrower blocks, and of fewer words; None where it names no widths or they cannot be divided.
 
     Args:
-        config: Of the wide model.
+        config: Config of the wide model.
         parts: See `narrow_model`.
         vocabulary: Whether the vocabulary gets smaller.
     """
@@ -185,8 +185,8 @@ def has_shapes_of(narrow: nn.Module, wide: nn.Module, ratios: frozenset[int] | N
     Args:
         narrow: The one model.
         wide: The other.
-        ratios: Of a width that is not the same, what it may be a multiple by; None: any number. A width that is put together
-            of parts is a multiple by one of these only if each of its parts is.
+        ratios: Multiples by which a width may differ from the other; None: any number. A width that is put together of
+            parts is a multiple by one of these only if each of its parts is.
     """
     here, there = _tensors(narrow), _tensors(wide)
 

@@ -1,4 +1,4 @@
-"""Which models cannot be cut or sharded, and why."""
+"""Refuse models that cannot be cut or sharded, and say why."""
 
 from __future__ import annotations
 

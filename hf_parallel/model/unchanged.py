@@ -113,7 +113,7 @@ def refuse_written(model: nn.Module, names: Iterable[str]) -> None:
 
     Args:
         model: The model.
-        names: Of parameters that were written to.
+        names: Names of parameters that were written to.
 
     Raises:
         UnsupportedError: Names one.

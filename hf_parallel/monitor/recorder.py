@@ -35,8 +35,8 @@ class Span(NamedTuple):
             (its start), "drain" (a wait until sends have arrived); "reduce" (a bucket under way), "wait reduce" (the wait for
             it), "shared" (the sum of gradients that stages share), "gather" (a wait for updated parameters); "tp", "sp", "ep" (a
             collective in a layer: of shards, of parts of rows, of tokens for experts); "loss" (the wait for the last stage's); "schedule", "optimizer", "data".
-        number: Of the stage, or of the bucket; -1 if there is none.
-        microbatch: -1 if there is none.
+        number: Number of the stage, or of the bucket; -1 if there is none.
+        microbatch: Number of the microbatch; -1 if there is none.
         start: Seconds on this rank's clock.
         end: The same.
     """
@@ -57,7 +57,7 @@ class StepRecord:
     """A step that is over.
 
     Attributes:
-        number: Of the step.
+        number: Number of the step.
         start: Seconds on this rank's clock, as `end`.
         spans: In the order in which they ended.
     """
@@ -138,7 +138,7 @@ class Recorder:
         """A step begins; one that did not end is dropped.
 
         Args:
-            number: Of the step.
+            number: Number of the step.
             waits: Whether to wait for the device, so that its events and the host's clock have one origin.
         """
         if not self.on:

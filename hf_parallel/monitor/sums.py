@@ -10,13 +10,13 @@ from hf_parallel.monitor.recorder import COMPUTED, IN_LAYERS, StepRecord
 
 @dataclass
 class Sums:
-    """Of some steps of one rank.
+    """Sums over some steps of one rank.
 
     Attributes:
-        steps: How many.
-        wall_s: Of all of them.
-        window_s: In which schedules ran, up to the loss of the last stage.
-        busy_s: Of it, in which the rank computed.
+        steps: Number of steps.
+        wall_s: Seconds of all of them.
+        window_s: Seconds in which schedules ran, up to the loss of the last stage.
+        busy_s: Seconds of `window_s` in which the rank computed.
         stages: Stage -> kind of action -> seconds and number.
         waits: Kind of a wait or work beside the schedule -> seconds.
         computing: Seconds of the last of them in which the rank computed, without what its layers waited for.

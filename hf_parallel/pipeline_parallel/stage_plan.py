@@ -25,7 +25,7 @@ from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, in_mutable, outline
 
 
-# What no forward reads is kept by every stage if it is no more than this: an unused tower of weights is not.
+# Every stage keeps parameters that no forward reads, up to this size: an unused tower of weights is larger.
 LOOSE_ELEMENTS, LOOSE_COUNT = 1 << 16, 64
 
 

@@ -38,7 +38,7 @@ def adapted(profile: ModelProfile, block: BlockProfile, adapters: float) -> tupl
 
     Args:
         profile: The model.
-        block: One of its kinds of blocks.
+        block: A kind of block of the model.
         adapters: Parameters of all adapters.
     """
     choices = block.products, tuple(one for one in block.products if one.is_attention)
@@ -60,7 +60,7 @@ def adapter_pass(
         profile: The model.
         block: The block.
         spec: The layout.
-        tokens: Of a rank and micro-batch.
+        tokens: Tokens of a rank and micro-batch.
         rate: FLOP/s of large products.
         moved: Bytes per second of other kernels.
     """

@@ -50,26 +50,26 @@ BLOCKS: Final = (1, 4)  # of the models whose difference is timed: the more bloc
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, of the slowest rank; FLOP/s, bytes per second, seconds.
+    """Measurements of the slowest rank; FLOP/s, bytes per second, seconds.
 
     Attributes:
         device: "cpu" or "cuda".
-        name: Of the GPU, or of nothing.
-        ranks: That ran at the same time.
-        threads: Of each on the host.
-        cores: Of the machine.
+        name: Name of the GPU; empty for a CPU.
+        ranks: Number of ranks that ran at the same time.
+        threads: Threads of each rank on the host.
+        cores: Cores of the machine.
         products: FLOP/s of large products in fp32.
-        half_products: The same in bf16; that of fp32 on a CPU.
+        half_products: The same in bf16; the rate of fp32 on a CPU.
         attention: FLOP/s of causal attention, of the pairs that are attended to.
         moved: Bytes per second that one operation on large tensors reads and writes.
-        kernel_s: Of a small operation, its call from Python included.
+        kernel_s: Seconds of a small operation, its call from Python included.
         blocks_s: Forward and backward of one block of `model`, for each number of `BLOCK_ROWS`.
-        update_s: Of clipping and AdamW, for each parameter.
+        update_s: Seconds of clipping and AdamW, for each parameter.
         half_block_s: As `blocks_s` for `HALF_ROWS` while half of the ranks wait and leave the others what they share; 0 for one rank.
-        reduce_s: An all-reduce of next to nothing between two computations; 0 for one rank.
-        reduce_bytes_s: Of a large one, by the size of its tensor.
-        hop_s: A message of next to nothing to another rank.
-        hop_bytes_s: Of a large one, while both ranks compute.
+        reduce_s: Seconds of an all-reduce of next to nothing between two computations; 0 for one rank.
+        reduce_bytes_s: Bytes per second of a large all-reduce, by the size of its tensor.
+        hop_s: Seconds of a message of next to nothing to another rank.
+        hop_bytes_s: Bytes per second of a large message, while both ranks compute.
         model: The transformers config of the block, as JSON.
         length: Tokens of its rows.
     """
@@ -95,15 +95,15 @@ class Calibration:
     length: int = BLOCK_LENGTH
 
     def write(self, path: Path) -> None:
-        """As a JSON report."""
+        """Write the calibration as a JSON report."""
         path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Of a report that `hf-parallel calibrate` wrote.
+        """Read a calibration from a report that `hf-parallel calibrate` wrote.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: The file is not such a report.
         """
         file = Path(path)
         content = parse_json(read_bounded(file, MAX_BYTES, "a report of hf-parallel calibrate"), file)
@@ -143,7 +143,7 @@ def calibrate(
     Args:
         ranks: Processes, each with a GPU of its own if `on_gpu`.
         on_gpu: Measure GPUs and NCCL; else the CPU and gloo.
-        threads: Of each process on the host.
+        threads: Threads of each process on the host.
         model: A transformers config as JSON, whose blocks are measured: those of the model that is planned for.
         length: Tokens of its rows.
 
@@ -228,7 +228,7 @@ class _Clock:
         return min(self._slowest(times))
 
     def _slowest(self, times: list[float]) -> list[float]:
-        """Of all ranks."""
+        """Longest of the ranks' times, entry by entry."""
         import torch
         import torch.distributed as dist
 
@@ -279,7 +279,7 @@ def _computation(clock: _Clock) -> dict[str, Any]:
 
 
 def _block_seconds(clock: _Clock, model: str, rows: int, length: int, *, waits: bool = False) -> float:
-    """Of one block, which a rank that waits does not compute."""
+    """Seconds of one block, forward and backward; a rank that waits computes nothing."""
     import torch
     from transformers import AutoModel
 

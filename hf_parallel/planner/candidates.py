@@ -111,7 +111,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def even_bytes(request: Request, spec: LayoutSpec) -> float:
-    """Of the fullest rank under an even cut, which needs no costs."""
+    """Bytes of the fullest rank under an even cut, which needs no costs."""
     stages, layers = spec.num_stages, len(request.profile.layers)
     counts = [layers // stages + (index < layers % stages) for index in range(stages)]
     return sum(memory_bytes(request.profile, spec, counts, request.seq_len).values())

@@ -19,8 +19,8 @@ class Group:
     """Ranks that a collective joins.
 
     Attributes:
-        size: Ranks.
-        on_node: Of them on one node.
+        size: Number of ranks.
+        on_node: Number of these ranks on one node.
     """
 
     size: int
@@ -56,8 +56,8 @@ def by_copies(parameters: float, experts: float, spec: LayoutSpec, cluster: Clus
     """What a rank holds, and the ranks that have copies of it.
 
     Args:
-        parameters: Of the rank.
-        experts: Those of them that are of experts.
+        parameters: Parameters of the rank.
+        experts: Parameters of the rank that belong to experts.
         spec: The layout.
         cluster: The machines.
     """
@@ -68,7 +68,7 @@ def by_copies(parameters: float, experts: float, spec: LayoutSpec, cluster: Clus
 
 
 def _copies_on_node(spec: LayoutSpec, cluster: Cluster) -> int:
-    """Of a stage's parameters, which ranks of a sequence hold too."""
+    """Number of copies of a stage's parameters on one node, where ranks of a sequence hold copies too."""
     copies = spec.neighbours * spec.sp
     stage = spec.tp * copies  # ranks that are neighbours
     if cluster.gpus_per_node <= stage:
@@ -84,7 +84,7 @@ def orders_of(spec: LayoutSpec, cluster: Cluster) -> tuple[int, ...]:
 
 
 def bytes_s(group: Group, cluster: Cluster, c: Constants) -> float:
-    """Of one rank; the groups of a node share its network."""
+    """Bytes per second that one rank sends in a group; the groups of a node share its network."""
     inside = cluster.intra_bytes_s * c.c_intra
     if group.nodes == 1:
         return inside

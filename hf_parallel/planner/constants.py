@@ -14,14 +14,14 @@ FILE: Final = Path(__file__).parent / "constants.json"
 
 @dataclass(frozen=True)
 class Constants:
-    """What no data sheet says; times in seconds.
+    """Numbers that no data sheet gives; times in seconds.
 
     Attributes:
         e_mm: Part of a GPU's achievable rate that a model's products reach.
         e_bw: Part of the memory bandwidth that other kernels reach.
         e_att: Part of the published rate that attention reaches.
         thin: Width at which a product takes twice its time.
-        few: Tokens at which it does.
+        few: Number of tokens at which a product takes twice its time.
         c_intra: Part of a node's links that collectives reach.
         c_inter: Part of the network that they reach.
         congestion: What a doubling of a group's nodes adds to its messages.
@@ -29,9 +29,9 @@ class Constants:
         t_kernel: Host time of a kernel.
         t_floor: Device time of a kernel besides that of its work.
         t_call: Host time of a collective of tensor parallelism.
-        t_message: Of starting such a collective on the device.
-        t_micro: Of a micro-batch on each stage.
-        t_step: Of an optimizer step.
+        t_message: Time to start such a collective on the device.
+        t_micro: Fixed time of a micro-batch on each stage.
+        t_step: Fixed time of an optimizer step.
         a_inter: Latency between nodes.
         p2p: Messages between stages, as a multiple of their time on the wire.
         a_intra: Latency inside a node.
@@ -42,7 +42,7 @@ class Constants:
         flash: Rate of flash attention's later releases, as a multiple of its first and of SDPA's.
         t_fetch: Host time in which ZeRO 3 other than FSDP fetches and frees a block's parameters, in each of its passes.
         cpu_adam: Parameters per second that a node's host updates.
-        update_s: Of the optimizer for each parameter on the device; 0 is the time of its memory traffic.
+        update_s: Time of the optimizer for each parameter on the device; 0 takes the time of its memory traffic.
     """
 
     e_mm: float

@@ -58,8 +58,8 @@ class Pass:
     Attributes:
         forward: All of it.
         backward: All of it, what is computed again included.
-        exposed: Of both, what messages add.
-        weights: Of the backward, what gradients of weights take, which schedules may put off.
+        exposed: Part of both that messages add.
+        weights: Part of the backward that gradients of weights take, which schedules may put off.
     """
 
     forward: float
@@ -83,7 +83,7 @@ class Place:
 
     @property
     def tokens(self) -> float:
-        """Of a rank and micro-batch."""
+        """Tokens of a rank and micro-batch."""
         return self.spec.micro_batch * self.seq_len / self.spec.sp
 
     @property

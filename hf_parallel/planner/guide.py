@@ -68,7 +68,7 @@ def guide(model: Any, cluster: Cluster, spec: LayoutSpec) -> str:
     Args:
         model: A transformers config, or a path to one.
         cluster: The machines.
-        spec: Of the first plan.
+        spec: Spec of the first plan.
     """
     rule, found = rule_for(profile_of(model), cluster), axes_of(spec)
     line = f"rule of thumb ({rule.when}): {rule.say}"

@@ -33,10 +33,10 @@ class Gpu:
         flash: The same in the kernels that are made for this GPU.
         achievable: Part of the peak that large products reach; above 1 for a card whose clock is above that of the peak.
         memory: What a process can allocate at most, the context included.
-        bandwidth: Of its memory.
-        nvlink: To the other GPUs of the node, None without.
-        pcie: To the host, and to other GPUs without NVLink.
-        network: Of a whole node.
+        bandwidth: Bytes per second of its memory.
+        nvlink: Bytes per second to the other GPUs of the node, None without NVLink.
+        pcie: Bytes per second to the host, and to other GPUs without NVLink.
+        network: Bytes per second of a whole node to other nodes.
         source: Where the numbers are from.
         tuned: Part of the peak that large products reach in the stacks of `kernels: fused`; None: as in others.
     """
@@ -135,13 +135,13 @@ class Cluster:
         """What the costs of a run on it are computed with.
 
         Args:
-            tokens: Of a rank and pass.
+            tokens: Tokens of a rank and pass.
         """
         return constants()
 
     @property
     def regained(self) -> float:
-        """Of the time that ranks wait, the part by which what they leave to the others shortens a step; 0 where nothing is shared."""
+        """Share of idle time that is won back because idle ranks free cores for busy ones, 0 to 1."""
         return 0.0
 
     @property
@@ -156,14 +156,14 @@ class Cluster:
 
     @property
     def intra_bytes_s(self) -> float:
-        """Of one GPU to the others of its node."""
+        """Bytes per second that one GPU sends to the others of its node."""
         if self.intra_gb_s is not None:
             return self.intra_gb_s * 1e9
         return float(self.card.nvlink) if self.has_nvlink and self.card.nvlink else self.card.pcie
 
     @property
     def inter_bytes_s(self) -> float:
-        """Of a whole node to other nodes."""
+        """Bytes per second that a whole node sends to other nodes."""
         if self.inter_gbit_s is not None:
             return self.inter_gbit_s * 1e9 / 8
         return self.card.network * (min(1.0, self.gpus_per_node / USUAL_NODE) if self.card.network > 50e9 else 1.0)
@@ -174,10 +174,10 @@ class Cluster:
 
     @property
     def ram_bytes(self) -> float:
-        """Of a node."""
+        """Bytes of host memory of a node."""
         return DEFAULT_RAM * self.gpus_per_node if self.ram_gb is None else self.ram_gb * 1e9
 
     @property
     def disk_bytes_s(self) -> float:
-        """Of a node."""
+        """Bytes per second of a node's disk."""
         return DEFAULT_DISK if self.disk_gb_s is None else self.disk_gb_s * 1e9

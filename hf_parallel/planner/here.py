@@ -53,9 +53,9 @@ def cluster_here(machine: Machine, world_size: int, ranks_per_node: int, *, on_g
     """The cluster that a run is on, if all its machines are as this one.
 
     Args:
-        machine: This one.
+        machine: This machine.
         world_size: Ranks of the run.
-        ranks_per_node: Of them on this machine.
+        ranks_per_node: Ranks on this machine.
         on_gpu: Whether each has a GPU; else they share cores and RAM.
 
     Raises:
@@ -79,7 +79,7 @@ def row_length(rows: Sequence[Any], limit: int | None) -> int:
 
     Args:
         rows: Mappings with `input_ids`; others are not looked at.
-        limit: Of the model, None if it says none.
+        limit: Longest row that the model takes; None if it does not say.
     """
     ids = [row["input_ids"] for row in rows if hasattr(row, "keys") and "input_ids" in row]
     lengths = [one.shape[-1] if hasattr(one, "shape") else len(one) for one in ids if hasattr(one, "__len__")]

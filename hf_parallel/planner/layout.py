@@ -85,7 +85,7 @@ class LayoutSpec:
         stages_per_rank: Stages on each rank of the pipeline; 1 is two for the schedules that always have two.
         recompute: What the backward computes again.
         sequence_parallel: Whether tp ranks share the sequence between the sharded products.
-        dtype: Of the products.
+        dtype: Dtype of the products.
         kernels: How norms, gates and residuals run.
         attention: How attention runs.
         loss: What it keeps of each logit: "logits" copies in fp32, "fused" the logit and its gradient in 16 bit; "auto" is that
@@ -93,19 +93,19 @@ class LayoutSpec:
         overlap_dp: Whether messages of replicas travel during the passes.
         overlap_tp: Whether messages of tp ranks travel during products.
         overlap_pp: Whether messages between stages travel during passes.
-        param_dtype: Of the parameters: "fp32" if products in 16 bit cast them (mixed precision of a model that was loaded in
-            fp32), "auto" that of the products.
-        reduce_dtype: In which this package sums gradients of replicas.
-        state_bytes: Of weights, gradients and optimizer per parameter, before sharding; None is the engine's.
+        param_dtype: Dtype of the parameters: "fp32" if products in 16 bit cast them (mixed precision of a model that
+            was loaded in fp32), "auto" that of the products.
+        reduce_dtype: Dtype in which this package sums gradients of replicas.
+        state_bytes: Bytes of weights, gradients and optimizer per parameter, before sharding; None takes the engine's.
         engine: Who partitions the replicas' states; "auto" is fsdp2 for zero=3, else native.
         offload_param: Where parameters wait.
         offload_optimizer: Where the optimizer's state lies.
-        compression: Of the replicas' gradients.
+        compression: Compression of the replicas' gradients.
         local_steps: Optimizer steps of a replica between two averages of the replicas' parameters.
         chunked_loss: Whether the loss is computed without logits.
         adapters: Parameters that are trained instead of the model's (LoRA); 0 trains the model.
-        block_bits: Of a frozen parameter of a block, its share of the scales included (a quantised base: 4.13 of NF4); 0 for
-            those of `dtype`.
+        block_bits: Bits of a frozen parameter of a block, its share of the scales included (a quantised base: 4.13 for
+            NF4); 0 for those of `dtype`.
         dp_inside: Replicas of a stage that are neighbours, a divisor of dp; 0 is "auto", with which a step is shortest.
     """
 

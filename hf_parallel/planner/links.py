@@ -21,8 +21,8 @@ class Traffic:
     """Bytes of an optimizer step, in one direction.
 
     Attributes:
-        gpu: That the busiest GPU sends to others of its node.
-        node: That the busiest node sends to others, over all its links.
+        gpu: Bytes that the busiest GPU sends to others of its node.
+        node: Bytes that the busiest node sends to others, over all its links.
     """
 
     gpu: float
@@ -123,8 +123,8 @@ def _of_replicas(parameters: float, copies: int, spec: LayoutSpec) -> Iterator[f
     """Reductions of the gradients of so many parameters, and gathers of parameters that are partitioned.
 
     Args:
-        parameters: Of a rank.
-        copies: Ranks that have them.
+        parameters: Parameters of a rank.
+        copies: Number of ranks that have them.
         spec: The layout.
     """
     part = (copies - 1) / copies * parameters

@@ -27,10 +27,10 @@ class MeasuredCluster(Cluster):
 
     Args:
         nodes: Machines like the one that was measured.
-        gpus_per_node: Ranks of each.
+        gpus_per_node: Ranks of each machine.
         gpu: A key of the hardware table, for memory and the network.
         calibration: What was measured.
-        **sizes: As of `Cluster`.
+        **sizes: Other arguments of `Cluster`.
 
     Raises:
         ConfigError: The report is of another kind of device.
@@ -69,13 +69,13 @@ class MeasuredCluster(Cluster):
 
     @property
     def regained(self) -> float:
-        """Of the time that half of the ranks wait, the part by which what they leave to the others shortens a step."""
+        """Share of idle time that is won back because idle ranks free cores for busy ones, 0 to 1."""
         found = self.calibration
         part = found.half_block_s / found.blocks_s[BLOCK_ROWS.index(HALF_ROWS)]
         return min(1.0, max(0.0, 2 * (1 - part))) if part else 0.0
 
     def constants(self, tokens: float) -> Constants:
-        """Those of the fit on published runs, with those that were measured in their place."""
+        """The constants of the fit on published runs, with the measured ones in their place."""
         return _constants(self.calibration, self.card, tokens)
 
 

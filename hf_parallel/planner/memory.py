@@ -127,7 +127,7 @@ def _loss(profile: ModelProfile, spec: LayoutSpec, tokens: float) -> float:
 
 
 def _logit_bytes(spec: LayoutSpec) -> float:
-    """Of each logit, when the loss takes most."""
+    """Bytes of each logit, when the loss takes most."""
     if spec.loss == "fused":
         return FUSED_LOSS * spec.element / 2
     stored = LOGIT_BYTES["eager" if spec.loss == "logits" else spec.kernels]
@@ -171,7 +171,7 @@ def _of_blocks(
 
 
 def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) -> dict[str, float]:
-    """Of a rank that holds `parameters`, `blocks` of them in blocks, of which `experts` are in experts."""
+    """Bytes of a rank's states: `parameters`, of which `blocks` are in blocks, and of these `experts` in experts."""
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
         share = spec.trained(parameters) / max(parameters, 1.0)

@@ -52,8 +52,8 @@ def peaks_of_ranks(
     """Activations, logits and buffers of each rank of a pipeline: what they add to its states when it has most.
 
     Args:
-        shape: Of the model.
-        recorded: Of it.
+        shape: Shape of the model.
+        recorded: Recorded step of the model.
         spec: The layout.
         stages: Its stages.
         held: Parameters of each rank.
@@ -140,7 +140,7 @@ def _extra(spec: LayoutSpec) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=256)
 def _moments(schedule: str, pp: int, passes: int, stages_per_rank: int) -> tuple[tuple[Moment, ...], ...]:
-    """Of each rank."""
+    """The moments of each rank at which its memory may be highest."""
     if pp == 1:  # those after the second are like it
         return (moments_of(schedule_of("1f1b", 1, min(passes, 2), 1)[0], [0], 0),)
     made, last = schedule_of(schedule, pp, passes, stages_per_rank), pp * stages_per_rank - 1

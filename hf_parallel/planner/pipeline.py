@@ -38,7 +38,7 @@ def cut(costs: Sequence[float], first: float, last: float, num_stages: int, *, e
     """Blocks of each stage.
 
     Args:
-        costs: Of each block.
+        costs: Cost of each block.
         first: What the first stage has besides (the embedding).
         last: What the last stage has besides (the head).
         num_stages: Stages.

@@ -58,11 +58,11 @@ class Estimate:
         step_s: An optimizer step.
         low_s: Lower end of its band.
         high_s: Upper end.
-        tokens_per_s: Of the whole job.
+        tokens_per_s: Tokens per second of the whole job.
         mfu: FLOPs of the model over the dense bf16 peak, nothing recomputed.
         bubble: Share of the step in which stages wait for each other.
         exposed_communication_s: Seconds of a step that messages add.
-        memory_bytes: Of the fullest rank: weights, gradients, optimizer, activations, logits, buffers, overhead.
+        memory_bytes: Bytes of the fullest rank: weights, gradients, optimizer, activations, logits, buffers, overhead.
     """
 
     step_s: float

@@ -24,12 +24,12 @@ def run_ranks(ranks: int, target: Callable[..., None], args: Sequence[Any], fold
     Args:
         ranks: Processes.
         target: A function of a module, as processes are spawned.
-        args: Of `target`, after the rank.
-        folder: As of `wait_for`.
+        args: Arguments of `target` after the rank.
+        folder: Folder that `wait_for` reads.
         limit_s: Seconds.
 
     Raises:
-        ConfigError: As `wait_for`.
+        ConfigError: See `wait_for`.
     """
     context = multiprocessing.get_context("spawn")
     started = [context.Process(target=_rank, args=(target, rank, *args), daemon=True) for rank in range(ranks)]

@@ -74,7 +74,7 @@ class BlockProfile:
     """A kind of block.
 
     Attributes:
-        products: Of one token.
+        products: Products of one token.
         parameters: All of them.
         heads: Query heads, 0 without attention.
         kv_heads: Key-value heads.
@@ -116,7 +116,7 @@ class BlockProfile:
 
     @functools.cached_property
     def num_experts(self) -> int:
-        """Of which a token goes to some; 1 without experts."""
+        """Number of experts, of which a token goes to some; 1 without experts."""
         return max((p.stored for p in self.products), default=1)
 
     @functools.cached_property
@@ -154,7 +154,7 @@ class Source:
 
         Args:
             precision: See `hf_parallel.memory.terms.Layout`.
-            recompute: Of each block; of what cannot run so, a step without it.
+            recompute: Recomputation in each block; for a model that cannot run with it, a step without it is recorded.
             eager_attention: Store the scores; else attention is what transformers chooses.
         """
         key = precision, eager_attention, recompute
@@ -228,7 +228,7 @@ class ModelProfile:
         return sum(self.kinds[kind].active for kind in self.layers) + self.vocab * self.hidden
 
     def flops(self, seq_len: int) -> float:
-        """Of one token, forward and backward, with the whole attention square and nothing computed again."""
+        """FLOPs of one token, forward and backward, with the whole attention square and nothing computed again."""
         attended = sum(self.kinds[kind].heads > 0 for kind in self.layers)
         return 6 * self.active + 12 * attended * self.hidden * seq_len
 

@@ -19,9 +19,9 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
 
     Args:
         config: The settings.
-        num_processes: Of the run.
-        rows: Of a replica's batch, of which a pipeline makes its microbatches.
-        dtype: Of the products.
+        num_processes: Processes of the run.
+        rows: Rows of a replica's batch, of which a pipeline makes its microbatches.
+        dtype: Dtype of the products.
 
     Raises:
         ConfigError: The processes do not divide into whole model copies, or the schedule comes from a file.

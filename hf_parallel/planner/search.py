@@ -1,4 +1,4 @@
-"""Which layouts fit a cluster, which of them is the fastest, and why the others lose."""
+"""Search the layouts that fit a cluster: the fastest ones, and why the others lose."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _in_traced_step(job: Job, found: Comparison, traced: Path) -> dict[str, Any]
 
 
 def _beyond(differences: list[Difference]) -> list[Difference]:
-    """Those that are too large, the largest excess first."""
+    """Differences that are too large, the largest excess first."""
     return sorted((each for each in differences if each.excess > 1), key=lambda each: -each.excess)
 
 
@@ -117,10 +117,10 @@ class Event:
     """What passed through a module on a rank, compared.
 
     Args:
-        order: When, in one process.
+        order: Position among what passed, in the order of one process.
         module: Its name.
-        batch: Of the step, from 0.
-        microbatch: Of the batch, from 0.
+        batch: Batch of the step, from 0.
+        microbatch: Microbatch of the batch, from 0.
         kind: forward, output_gradient or input_gradient.
         agrees: Whether it is what passed in one process.
     """
@@ -139,7 +139,7 @@ class Pair:
 
     Args:
         event: What it is.
-        replica: That the rank belongs to.
+        replica: Replica that the rank belongs to.
         got: f64[rows, NUMBERS].
         wanted: f64[rows, NUMBERS].
         scale: Size that a difference is compared with.
@@ -180,7 +180,10 @@ def first_apart(job: Job, folder: Path) -> dict[str, Any] | None:
 
 
 def _factors(pairs: list[Pair]) -> dict[tuple[int, int], float]:
-    """Of all gradients of a replica's batch, from the first that pass: replicas average, and factors may be applied at the end."""
+    """Common factor of the gradients of each replica's batch.
+
+    It is taken from the first that pass: replicas average, and factors may be applied at the end.
+    """
     first: dict[tuple[int, int], list[Pair]] = {}
     for pair in pairs:
         known = first.setdefault((pair.replica, pair.event.batch), [])
@@ -277,6 +280,6 @@ def _pairs(job: Job, reference: Passages, others: list[Passages], rank: Passages
 
 
 def _factor(got: Tensor, wanted: Tensor) -> float:
-    """By which number a tensor is a multiple of another."""
+    """Number by which a tensor is a multiple of another."""
     square = wanted.square().sum().item()
     return (got * wanted).sum().item() / square if square else 1.0

@@ -35,8 +35,8 @@ class Difference:
 
     Args:
         what: loss, grad_norm, learning_rate, gradient, parameter, or what the optimizer is set to, such as weight_decay.
-        step: Of the optimizer, from 1.
-        name: Of the parameter; empty for a number.
+        step: Optimizer step, from 1.
+        name: Name of the parameter; empty for a number.
         rank: The rank that differs most.
         relative: The difference over the size of the reference.
         allowed: The most that `relative` may be.
@@ -144,7 +144,7 @@ def _numbers(job: Job, folder: Path) -> Iterator[Difference]:
 
 
 def _spreads(key: str, reference: list[dict[str, Any]], others: list[list[dict[str, Any]]]) -> Iterator[float]:
-    """Of all steps: two runs can be near each other in one number of one step by chance, as no two tensors are."""
+    """Relative differences over all steps: two runs can be near each other in one number of one step by chance."""
     for step, logged in enumerate(reference):
         expected = float(logged.get(key, float("nan")))
         if expected == expected:
@@ -161,7 +161,7 @@ class Recorded:
     """The tensors that one process recorded.
 
     Args:
-        folder: Of the process.
+        folder: Folder of the process.
         what: gradients-N, parameters or before.
     """
 
@@ -175,7 +175,7 @@ class Recorded:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors that it has, or has parts of."""
+        """Names of the tensors that it has, or has parts of."""
         return list(self._pieces)
 
     def pieces(self, name: str) -> Iterator[tuple[list[int], Tensor]]:
@@ -189,13 +189,13 @@ class Recorded:
 
 
 def compare_tensors(job: Job, folder: Path, what: str, step: int) -> tuple[list[Difference], list[str]]:
-    """What all ranks recorded of one kind.
+    """Compare what all ranks recorded of one kind.
 
     Args:
         job: The job.
-        folder: Of its runs.
+        folder: Folder of the job's runs.
         what: gradients-N, parameters or before.
-        step: That it belongs to.
+        step: Step that it belongs to.
 
     Returns:
         A difference for each tensor, and what is missing on a side.

@@ -29,16 +29,16 @@ class Job:
         settings: Settings of hf_parallel, as in the `hf_parallel` section of a recipe.
         processes: Ranks of the layout.
         steps: Optimizer steps, 1 or more.
-        rows: Of a batch of each replica, 1 or more.
+        rows: Rows of a batch of each replica, 1 or more.
         length: Tokens of a row, 4 or more.
         accumulation: Batches of an optimizer step, 1 or more.
-        dtype: Of the products: fp32, or bf16 or fp16 (mixed precision).
+        dtype: Dtype of the products: fp32, or bf16 or fp16 (mixed precision).
         layers: How many blocks of the model; None: all.
         random_weights: Whether weights are drawn instead of read.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         tamper: `module:function`, called with the Trainer of every rank of the layout before its first step: a bug to be found.
         script: A training script that is run instead; it makes model, data and Trainer.
-        arguments: Of the script.
+        arguments: Arguments of the script.
         home: The folder that the ranks run in, so that relative paths mean what they mean to the user.
         trace: Whether what passes through the modules in the last step is noted, and that step is not clipped.
     """

@@ -29,8 +29,8 @@ def settings_of(groups: Iterable[Mapping[str, Any]], names: Iterable[Iterable[st
     """The numbers that each parameter is updated with.
 
     Args:
-        groups: Of an optimizer.
-        names: Of the parameters in each.
+        groups: Groups of an optimizer.
+        names: Names of the parameters in each group.
     """
     found: Settings = {}
     for group, inside in zip(groups, names, strict=True):

@@ -38,8 +38,8 @@ class Run:
     """A run of consecutive elements of a parameter, or of its gradient.
 
     Args:
-        name: Of the parameter.
-        start: Which element of this rank's tensor-parallel shard the first one is.
+        name: Name of the parameter.
+        start: Position of the first element in this rank's tensor-parallel shard.
         elements: f[n]; None: there is no gradient.
     """
 

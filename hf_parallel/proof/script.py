@@ -34,7 +34,7 @@ def train_script(job: Job, folder: Path, *, layout: bool, perturbed: int = 0) ->
 
     Args:
         job: The job; it has a script.
-        folder: Of this rank.
+        folder: Folder of this rank.
         layout: Whether this process is a rank of the layout; else it is the reference.
         perturbed: 0, or which perturbation at rounding level the weights get.
 

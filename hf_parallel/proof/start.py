@@ -43,7 +43,7 @@ def main(folder: Path, kept: Path | None = None) -> None:
     """Run a job, compare, and run it once more with traces if it differs; leaves `judged.json`, or errors of the runs.
 
     Args:
-        folder: Of the job.
+        folder: Folder of the job.
         kept: Where references are kept for other jobs on the same model and batches; None: nowhere.
     """
     job = Job.load(folder / JOB)

@@ -27,7 +27,7 @@ class Ties(TorchFunctionMode):
     """Notes the scores of the choices of one run, and turns near ones if it is told how near.
 
     Args:
-        noise: Of each choice in the order of execution: what rounding moves its scores by; empty: no choice is turned.
+        noise: Size of rounding in the scores of each choice, in the order of execution; empty: no choice is turned.
     """
 
     def __init__(self, noise: Sequence[float] = ()) -> None:

@@ -23,12 +23,12 @@ class Passed:
 
     Args:
         module: Its name.
-        call: Which forward of the module it was, from 0.
+        call: Number of the module's forward, from 0.
         kind: forward (its output), output_gradient or input_gradient.
-        order: When, among all of this process.
-        shape: Of one row, or of the part of it.
+        order: Position in the order of all that passed in this process.
+        shape: Shape of one row, or of the part of it.
         numbers: f64[rows, NUMBERS], projections of each row.
-        part: Which tokens of the rows, of the parts that a layout makes of them; 0 for what is not cut.
+        part: Index of the part of the rows' tokens, where a layout cuts rows; 0 for what is not cut.
         is_bare: Whether the module has no parameters, and so runs on every stage, on some on what stands in for its input.
     """
 

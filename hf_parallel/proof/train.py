@@ -30,7 +30,7 @@ def train(job: Job, folder: Path, *, layout: bool, perturbed: int = 0) -> None:
 
     Args:
         job: The job.
-        folder: Of this rank.
+        folder: Folder of this rank.
         layout: Whether this process is a rank of the layout; else it is the reference.
         perturbed: 0, or which perturbation at rounding level the weights get.
     """

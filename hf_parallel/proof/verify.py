@@ -36,17 +36,17 @@ OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HF_PARA
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out.
+    """The result of a verification.
 
     Args:
-        model_type: Of the config.
+        model_type: Model type of the config.
         layout: Such as pp2xdp2.
         ok: Whether every loss, gradient and parameter agrees.
         refused: Why the layout does not train this model; None if it does.
         stopped: What a rank said that noticed by itself that the run went wrong; None if none did.
         loss_max_rel: Largest relative difference of a loss or of the gradients' norm.
-        grad_max_rel: Of a gradient, clipped, of any step.
-        param_max_rel: Of a parameter after the last step.
+        grad_max_rel: Largest relative difference of a gradient, clipped, of any step.
+        param_max_rel: Largest relative difference of a parameter after the last step.
         worst: The differences nearest to, or furthest beyond, what is allowed.
         missing_gradients: Gradients that one of the two runs lacks.
         first_divergence: Where they part: module, microbatch and kind; None if they agree, or a run was stopped before anything differed.
@@ -112,13 +112,13 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         script_arguments: What the script gets.
         processes: Ranks; None: as few as the layout needs (two replicas with ZeRO).
         steps: Optimizer steps, 1 or more; in bf16 and fp16 at least 3 are trained.
-        rows: Of a batch of each replica, 1 or more.
+        rows: Rows of a batch of each replica, 1 or more.
         length: Tokens of a row, 4 or more.
         accumulation: Batches of an optimizer step, 1 or more.
         dtype: fp32, or bf16 or fp16 (mixed precision).
         layers: How many blocks of the model; None: all.
         random_weights: Whether weights are drawn instead of read.
-        seed: Of weights and data.
+        seed: Seed of weights and data.
         tamper: `module:function`, called with the Trainer of every rank of the layout before its first step: a bug to be found.
 
     Raises:
@@ -151,9 +151,9 @@ def job_of(model: Any, settings: Mapping[str, Any] | None, folder: Path, **more:
     """The job of arguments of `verify`.
 
     Args:
-        model: As there; a config is written to the folder.
-        settings: As there.
-        folder: Of the job.
+        model: Model, as for `verify`; a config is written to the folder.
+        settings: Settings, as for `verify`.
+        folder: Folder of the job.
         more: Other arguments of `verify`.
 
     Raises:

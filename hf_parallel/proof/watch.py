@@ -38,7 +38,7 @@ class Watch:
         parts: Forwards that the reference makes of a batch.
 
     Attributes:
-        callbacks: That the Trainer gets, the layout's among them.
+        callbacks: Callbacks that the Trainer gets, the layout's among them.
     """
 
     def __init__(

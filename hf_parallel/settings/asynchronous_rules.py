@@ -22,13 +22,13 @@ def asynchronous_problems(
     local_sgd: LocalSgdConfig,
     accumulation: object,
 ) -> list[str]:
-    """What cannot be beside an asynchronous schedule.
+    """Problems of settings that cannot be combined with an asynchronous schedule.
 
     Args:
-        pipeline: With the schedule.
+        pipeline: Pipeline settings, with the schedule.
         pp_size: Ranks of the pipeline.
         zero: Partition over the replicas.
-        compression: Of gradients.
+        compression: Compression of gradients.
         local_sgd: Local steps.
         accumulation: Batches of an optimizer step, or "auto".
     """
@@ -98,8 +98,8 @@ def clipped_alone(pipeline: PipelineConfig, max_grad_norm: float) -> list[str]:
     """The problem of a norm of all gradients where stages step at different times, if both are asked for.
 
     Args:
-        pipeline: With the schedule.
-        max_grad_norm: Of the TrainingArguments; 0 asks for nothing.
+        pipeline: Pipeline settings, with the schedule.
+        max_grad_norm: Norm to clip to, from TrainingArguments; 0 clips nothing.
     """
     if pipeline.vertical_sync or not max_grad_norm:
         return []

@@ -65,7 +65,8 @@ class HFParallelConfig(Section):
         activation_checkpointing: Recomputation of activations.
         gradient_compression: Wire format of the gradients.
         local_sgd: Synchronisation interval of the replicas.
-        topology: Which links join the ranks, and how the axes lie on them; 'auto' is what the launcher and the bytes say.
+        topology: Links that join the ranks, and how the axes lie on them; 'auto' is what the launcher and the bytes
+            say.
         checkpoint: Checkpoint options.
         monitor: Hang and batch guards, measurements.
 
@@ -312,7 +313,7 @@ class HFParallelConfig(Section):
 
         Args:
             world_size: Ranks of the run.
-            ranks_per_node: Of them on each machine.
+            ranks_per_node: Ranks of the run on each machine.
 
         Raises:
             ConfigError: With the key, the rule and a fix.

@@ -1,4 +1,4 @@
-"""Which network interface leads to the other machines of a run.
+"""Find the network interface that leads to the other machines of a run.
 
 gloo takes the one that the host name resolves to. On many machines that is loopback, docker0 or nothing: one machine then says
 `connectFullMesh failed`, and the others wait.

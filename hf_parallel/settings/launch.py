@@ -220,7 +220,10 @@ def settings_of(launch: Launch) -> tuple[HFParallelConfig | None, Mapping[str, A
 
 @functools.lru_cache(maxsize=1)
 def _file_of_launch(path: Path, modified_ns: int, num_bytes: int) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:
-    """Nothing can be handed from an import to the calls after it; in a notebook the file may change between two of them."""
+    """Load a file once for each version of it.
+
+    An import can hand nothing to later calls, and a notebook may change the file.
+    """
     return load_file(path)
 
 

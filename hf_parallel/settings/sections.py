@@ -303,7 +303,7 @@ class ActivationCheckpointingConfig(Section):
 
     @property
     def products(self) -> int | None:
-        """Of so many matrix products one is kept; None if all are computed again."""
+        """Number of matrix products of which one is kept; None if all are computed again."""
         return self.every if self.mode == "selective" else None
 
 

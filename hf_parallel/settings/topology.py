@@ -25,7 +25,7 @@ def auto_or_keys(value: Any) -> Any:
 
 
 class TopologyConfig(Section):
-    """Which links join the ranks, and how the axes of the mesh lie on them."""
+    """The links that join the ranks, and how the axes of the mesh lie on them."""
 
     nodes: Annotated[
         AutoSize,
@@ -134,8 +134,8 @@ class TopologyConfig(Section):
         """The links of a run.
 
         Args:
-            world_size: Its ranks.
-            ranks_per_node: Of them on each machine, as the launcher says.
+            world_size: Ranks of the run.
+            ranks_per_node: Ranks on each machine, as the launcher says.
 
         Raises:
             ConfigError: They contradict the settings.

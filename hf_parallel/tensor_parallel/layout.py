@@ -1,4 +1,4 @@
-"""Which elements of a tensor each tensor-parallel rank stores.
+"""The layout of a tensor over tensor-parallel ranks: the elements that each rank stores.
 
 `ShardSpec` is the single source of truth for sharding, gathering, clipping, saving and resharding: one dim of the
 tensor is a row of sections, each of which is either split over the ranks or held whole by every rank. Sections exist

@@ -34,10 +34,10 @@ class LinearPlan:
         transposed: Whether the weight is stored as [in, out] (Conv1D) instead of [out, in].
         weight: Layout of the weight.
         bias: Layout of the bias; none if there is no bias or every rank holds it whole.
-        entry: Of a column: whether its input is replicated. False if the input is already used in parts (it comes
-            from a `latent` or `reduce` linear), so that no sum of its gradient is due here.
-        take: Of a column that every rank stores whole: per rank, the (start, length) of the outputs that it computes,
-            in order, repeats allowed; empty: all.
+        entry: Whether the input of a column is replicated. False if the input is already used in parts (it comes from
+            a `latent` or `reduce` linear), so that no sum of its gradient is due here.
+        take: Outputs that each rank computes of a column that every rank stores whole: per rank, the (start, length)
+            of ranges in order, repeats allowed; empty: all.
     """
 
     role: Role
@@ -84,8 +84,8 @@ class Routing:
 
     Args:
         hidden: Position or keyword of the hidden states f[... H].
-        index: Of the chosen experts i[N K].
-        weights: Of their weights f[N K].
+        index: Position or keyword of the indices of the chosen experts i[N K].
+        weights: Position or keyword of the experts' weights f[N K].
         experts: Number of experts of the full module; each rank has consecutive ones.
     """
 
@@ -110,7 +110,7 @@ class PairPlan:
         norms: Modules that mix all channels: each runs on its gathered input and keeps this rank's channels.
         entries: Modules that are no linears and whose inputs are replicated (experts).
         scaled: Parameters that every rank adds to its partial sum, divided by the number of ranks.
-        routing: Of experts that are distributed whole: what enters `row`; none: every expert is split.
+        routing: Inputs of `row` if it is a module of experts that are distributed whole; None: every expert is split.
     """
 
     root: str

@@ -109,7 +109,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
 
         Args:
             model: The model.
-            beside: As of `_is_beside`.
+            beside: Answer of `_is_beside`.
 
         Raises:
             UnsupportedError: It has parameters of the model that is cut or sharded.
@@ -332,7 +332,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Nothing to join where all ranks run the same number of batches, as `even_batches` sees to.
+        """Do nothing: all ranks run the same number of batches, as `even_batches` sees to.
 
         Raises:
             UnsupportedError: `even_batches` is off, with several replicas: those that end first would leave the others waiting.
@@ -393,10 +393,10 @@ class HFParallelAccelerator(ReplicaViewMixin):
         }
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Not for a Trainer, which saves checkpoints; stock code would save one rank's optimizer state as if it were all.
+        """Refuse inside a Trainer: stock code would save one rank's optimizer state as the whole state.
 
         Raises:
-            UnsupportedError: Always; loops of one's own have another (see `raw_loop`).
+            UnsupportedError: Always; loops of one's own have another method (see `raw_loop`).
         """
         raise UnsupportedError(
             "accelerator.save_state() inside a Trainer is not available: set save_strategy and save_steps of "
@@ -404,7 +404,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Not for a Trainer, as `save_state`."""
+        """Refuse inside a Trainer, as `save_state` does."""
         raise UnsupportedError(
             "accelerator.load_state() inside a Trainer is not available: call trainer.train(resume_from_checkpoint=folder)."
         )

@@ -35,7 +35,7 @@ class Chosen:
 
     Args:
         section: The settings that run it.
-        rows: Of a batch on each replica.
+        rows: Rows of a batch on each replica.
         accumulation: Batches of an optimizer step.
         words: The plan in a paragraph.
     """

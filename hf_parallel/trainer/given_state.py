@@ -26,8 +26,8 @@ def refuse_part(state: Mapping[str, Any], ledger: Ledger, pp_rank: int) -> None:
 
     Args:
         state: Name in the model -> tensor; other names count for nothing.
-        ledger: Of the whole model.
-        pp_rank: This rank's.
+        ledger: Ledger of the whole model.
+        pp_rank: Pipeline rank of this process.
 
     Raises:
         UnsupportedError: Names a tensor that is missing or cut.

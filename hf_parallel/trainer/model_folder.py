@@ -69,7 +69,7 @@ class Counts:
 
 
 def counts_of(model: Any) -> Counts:
-    """Of a whole model."""
+    """Count the parameters of a whole model."""
     trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     embeddings = frozenset(
         f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)
@@ -83,12 +83,12 @@ def install_counts(engine: Engine, whole: Counts) -> None:
 
     Args:
         engine: The model's engine.
-        whole: Of the model before it was cut and sharded.
+        whole: Counts of the model before it was cut and sharded.
     """
     sizes = {entry.name: math.prod(entry.shape) for entry in engine.attachment.ledger if entry.kind == "param"}
 
     def trained() -> set[str]:
-        """On other stages, what was trained when the model was prepared."""
+        """Names of trained parameters; on other stages, those that were trained when the model was prepared."""
         here = engine.attachment.parameters
         flags = {name: here[name].requires_grad if name in here else name in whole.trained for name in sizes}
         return {name for name, trains in flags.items() if trains}
@@ -115,7 +115,7 @@ def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
     Args:
         engine: The model's engine.
         state: To be changed: whole tensors under any of their names, this rank's own parts, or both.
-        prefix: Of its keys.
+        prefix: Prefix of its keys.
     """
     attachment, mesh = engine.attachment, engine.mesh
     held: dict[str, torch.Tensor] = {**attachment.parameters, **attachment.buffers}

@@ -53,10 +53,10 @@ def judge(
 
     Args:
         function: `compute_loss_func`.
-        before: What was thought of it, or of another one.
+        before: Verdict on it, or on another one, before.
         pipeline: The model's engine.
-        config: Of the model.
-        device: Where to ask.
+        config: Config of the model.
+        device: Device to try it on.
     """
     times = before.times + 1 if before is not None and before.function is function else 1
     why = "what it reads changes from step to step"

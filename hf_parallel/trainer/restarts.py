@@ -35,7 +35,7 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 
 
 def launch_of_this_process() -> str | None:
-    """Which launcher started this process, if it is one that starts processes again."""
+    """Identity of the launcher that started this process, if it is one that starts processes again."""
     pid = launcher_pid(os.getpid()) if RUN_ID in os.environ else None
     return None if pid is None else identity_of(pid)
 
@@ -44,9 +44,10 @@ def is_of_launch(run: Mapping[str, Any] | None, launches: Sequence[str], call: i
     """Whether a checkpoint was written by other processes of the same launch, in the same call of `train()`.
 
     Args:
-        run: What its manifest says.
+        run: Facts of the run in its manifest.
         launches: Launchers of the ranks.
-        call: Which call of `train()` with its output_dir asks, from 0: Trainers of a script may share a folder.
+        call: Number of the call of `train()` with its output_dir that asks, from 0: Trainers of a script may share a
+            folder.
         here: The process of rank 0.
     """
     if run is None or run["call"] != call or run["writer"] == here:

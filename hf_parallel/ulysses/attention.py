@@ -43,7 +43,7 @@ class Shared:
         group: The ranks that share the sequence.
         ring: Computes attention with keys that go round the ranks; None: heads and sequence change places.
         length: Tokens of the rows whose masks are made now; those of the ranks together may be more.
-        packed: Of a packed batch: position ids i[B S] and the number of the document of each token i[B S].
+        packed: Position ids i[B S] and document number of each token i[B S], for a packed batch.
         no_documents: Why batches of packed documents are refused; "" if they are exact.
         mixes_documents: Whether the model itself lets packed documents see each other.
         whole: The modules that see whole rows.

@@ -16,7 +16,7 @@ class Draws:
     """The random generators of one forward.
 
     Args:
-        generators: Those that draw numbers of this rank's own; none if all ranks draw alike anyway.
+        generators: Generators that draw numbers of this rank's own; none if all ranks draw alike anyway.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -48,7 +48,7 @@ def own_draws(model: nn.Module, part: int, *, trains: bool) -> Iterator[Draws]:
 
     Args:
         model: The model.
-        part: Which part of the sequence this rank has.
+        part: Index of the part of the sequence that this rank has.
         trains: Whether dropout may be on.
     """
     if not trains:

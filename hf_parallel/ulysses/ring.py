@@ -41,7 +41,7 @@ def method_of(wanted: str, heads: int | None, size: int) -> str:
 
 @dataclass(frozen=True)
 class Route:
-    """Which ranks the keys of each part meet.
+    """Says which ranks the keys of each part meet.
 
     Args:
         seen: For each rank, for each part, whether it attends to any of its keys.
@@ -276,14 +276,14 @@ def _split(message: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _alike(states: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of one dtype: what attention kernels would get under autocast, or that of the values."""
+    """The states in one dtype: what attention kernels would get under autocast, or that of the values."""
     kind = states[0].device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states[2].dtype
     return [x.to(dtype) for x in states]
 
 
 def _seen(mask: Tensor, size: int) -> Tensor:
-    """Of which parts a mask leaves any key to this rank's queries, b[sp]."""
+    """Whether a mask leaves any key of each part to this rank's queries, b[sp]."""
     seen: Tensor = mask.bool().unflatten(-1, (size, -1)).any(-1).flatten(0, -2).any(0)
     return seen
 

@@ -42,13 +42,13 @@ FIX = "Set sp_size to 1; tp_size and pp_size shard this model instead"
 
 @dataclass
 class Found:
-    """Of one run.
+    """Results of one run.
 
     Args:
         loss: The loss (0-d).
         logits: f[B S V].
-        gradients: By name of the parameter; None where there is none.
-        trail: Of its forward.
+        gradients: Gradients by name of the parameter; None where there is none.
+        trail: Trail of the run's forward.
     """
 
     loss: Tensor

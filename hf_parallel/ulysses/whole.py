@@ -35,8 +35,8 @@ class Place:
     """How a module sees whole rows.
 
     Args:
-        calls: Of one forward.
-        dim: Of its output, along the sequence.
+        calls: Calls of the module in one forward.
+        dim: Dim of its output along the sequence.
     """
 
     calls: int
@@ -53,7 +53,7 @@ class WholeRows:
     Args:
         places: By name.
         tables: Names of those without weights that make numbers of positions: they see those of whole rows.
-        positions: Of this rank's part, and of whole rows, i[... S]; while the model runs on a part.
+        positions: Positions of this rank's part, and of whole rows, i[... S]; while the model runs on a part.
     """
 
     places: dict[str, Place] = field(default_factory=dict)

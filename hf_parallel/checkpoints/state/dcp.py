@@ -147,7 +147,7 @@ class _SavePieces(SavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: the pieces are known."""
+        """Do nothing: the pieces are known."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([_write_item(piece) for piece in self._pieces])
@@ -232,7 +232,7 @@ class _LoadPieces(LoadPlanner):
         return target.detach()
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: the tensor was filled in place."""
+        """Do nothing: the tensor was filled in place."""
 
 
 class _SafeReader(FileSystemReader):

@@ -86,7 +86,7 @@ def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def match_groups(saved: Sequence[Mapping[str, Any]], view: OptimizerView) -> list[int]:
-    """Which saved group each group of the optimizer is, by the names of its parameters on this rank.
+    """Find the saved group of each group of the optimizer, by the names of its parameters on this rank.
 
     A group may be several of the checkpoint with the same settings, and several with the same settings may be one of it:
     then stages had groups of their own, and other stages have others.

@@ -63,8 +63,8 @@ def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB", *, train
 
     Args:
         checkpoint: A folder `checkpoint-N`.
-        folder: Where to; must not exist, or be empty.
-        max_shard_size: As of `save_pretrained`.
+        folder: Folder to write; must not exist, or be empty.
+        max_shard_size: Size of the files, as in `save_pretrained`.
         trainer_state: Also write what a stock Trainer resumes from. Takes memory for the whole optimizer state.
 
     Raises:

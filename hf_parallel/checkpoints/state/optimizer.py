@@ -37,9 +37,9 @@ class Place:
     Args:
         ledger: The model's ledger.
         mesh: This rank's mesh.
-        replica: Of a state that each replica has for itself, whose; None for one that all share.
-        copy: Which of the ranks with the same elements this is.
-        copies: How many there are.
+        replica: Replica to which a state belongs that each replica has for itself; None for a state that all share.
+        copy: Index of this rank among the ranks with the same elements.
+        copies: Number of ranks with the same elements.
     """
 
     ledger: Ledger
@@ -121,8 +121,8 @@ class Elements:
     """State of a run of elements of one parameter.
 
     Args:
-        name: Of the parameter.
-        start: Which element of this rank's tensor-parallel shard the first one is.
+        name: Name of the parameter.
+        start: Position of the first element in this rank's tensor-parallel shard.
         state: Key -> the elements f[n].
         others: Key -> what is not one entry an element.
     """
@@ -171,7 +171,7 @@ def _of_flat(zero: ZeroPartition, shard: FlatShard) -> Iterator[Elements]:
 
 
 def start_in(shard: FlatShard, position: int, piece: slice) -> int:
-    """Which element of a parameter its piece of a flat part begins with."""
+    """Position in a parameter of the first element of its piece of a flat part."""
     return int(shard.start + piece.start - shard.bucket.offsets[position])
 
 

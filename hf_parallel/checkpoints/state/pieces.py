@@ -26,7 +26,7 @@ class Piece:
 
     Args:
         label: Name of the tensor in the checkpoint.
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         offsets: Where the box begins, one number a dim.
         data: Its elements, of the box's shape; a view, so that reading into it fills what it was made of.
     """
@@ -62,7 +62,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     [0, 2:3], [1:3, :] and [3, 0:1].
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         start: First element, in the order of storage.
         stop: The one after the last.
     """
@@ -100,7 +100,7 @@ def pieces_of(
         entry: The parameter it belongs to, and has the shape of.
         mesh: This rank's mesh.
         run: The elements f[n]; reading a piece writes into it.
-        start: Which element of the shard the first one is.
+        start: Position of the first element in the shard.
         counted_only: Leave out what another tensor-parallel rank writes.
     """
     flat, taken = run.view(-1), 0

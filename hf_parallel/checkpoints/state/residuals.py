@@ -70,9 +70,9 @@ def restore_wire(
 
     Args:
         wire: The wire.
-        index: Of the checkpoint's tensors.
+        index: Index of the checkpoint's tensors.
         saved: What the checkpoint says of its wire: `method` and `dp_size`; None if it had none.
-        settings: Of this run.
+        settings: Settings of this run.
         names: Parameters on this rank.
         place: Where this rank stands.
 

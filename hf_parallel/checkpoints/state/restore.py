@@ -32,7 +32,7 @@ class SavedState:
     """The optimizer state of a checkpoint, from one rank's place.
 
     Args:
-        index: Of its tensors.
+        index: Index of the checkpoint's tensors.
         numbers: Label -> what is one number for a parameter.
         place: Where this rank stands now.
     """

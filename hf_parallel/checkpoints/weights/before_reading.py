@@ -85,7 +85,7 @@ class _NotRead(nn.Parameter):
 
 
 def follow(tensors: Sequence[Tensor]) -> None:
-    """From here on, note what is done to tensors without values."""
+    """Begin to note what is done to tensors without values."""
     for tensor in tensors:
         vars(tensor)[DONE] = _Done(version_of(tensor))
         if type(tensor) is nn.Parameter:

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint become which of a model, and back: transformers' own rules, one group of tensors at a time.
+"""Match the tensors of a checkpoint with those of a model, and back, one group of tensors at a time.
 
-transformers converts names, and for some models tensors (the experts of a layer are stored one by one and held as one
-tensor). Its two functions do that with all tensors at hand; here the same rules, in the same order, only sort the names
-into groups, so that a group can be converted when its tensors are wanted.
+The rules are transformers' own. transformers converts names, and for some models tensors (the experts of a layer are
+stored one by one and held as one tensor). Its two functions do that with all tensors at hand; here the same rules, in
+the same order, only sort the names into groups, so that a group can be converted when its tensors are wanted.
 """
 
 from __future__ import annotations

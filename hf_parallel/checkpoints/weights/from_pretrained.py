@@ -40,8 +40,8 @@ def sharded_loading(config: Settings = None, **overrides: Any) -> Iterator[None]
     pipeline, tensor and expert parallelism, everything is as without it.
 
     Args:
-        config: As of `HFParallelCallback`: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping,
-            or an `HFParallelConfig`.
+        config: Settings as `HFParallelCallback` takes them: None (the YAML given to `accelerate launch`), a path, a
+            recipe name, a mapping, or an `HFParallelConfig`.
         **overrides: Settings that win over `config`, such as `pp_size=2`.
 
     Raises:

@@ -90,7 +90,7 @@ class Unread:
         self._hook = model.register_forward_pre_hook(_refuse_to_run)
 
     def begin(self, model: nn.Module) -> None:
-        """From here on the model is being parallelized: shapes may run. Collective.
+        """Prepare for the model to be parallelized: shapes may run from here on. Collective.
 
         Raises:
             CheckpointError: Values were changed that are not there yet; the same text on every rank.
@@ -141,7 +141,7 @@ class Unread:
 
         Args:
             model: Cut and sharded, or whole.
-            ledger: Of the whole model, for the layouts of shards; None: the model is whole.
+            ledger: Ledger of the whole model, for the layouts of shards; None: the model is whole.
             mesh: This rank's mesh.
             device: Where values go.
 

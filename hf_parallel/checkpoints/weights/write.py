@@ -55,7 +55,7 @@ class Export:
     Args:
         groups: What is gathered and converted together, in order.
         files: File name -> shapes and dtypes of the tensors in it, by name.
-        index: Of several files; None for one.
+        index: Index of several files; None for one.
     """
 
     groups: Sequence[Group]
@@ -74,7 +74,7 @@ def plan_export(model: PreTrainedModel, ledger: Ledger, max_shard_size: str | in
     Args:
         model: The model, cut and sharded; only its rules of names are read.
         ledger: Its ledger.
-        max_shard_size: As of `save_pretrained`.
+        max_shard_size: Size of the files, as in `save_pretrained`.
 
     Raises:
         CheckpointError: Two tensors would get one name.

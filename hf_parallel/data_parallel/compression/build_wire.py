@@ -50,11 +50,11 @@ def make_wire(
     """The wire that `settings` describe; every rank of `group` makes one.
 
     Args:
-        settings: With a method.
+        settings: Settings with a compression method.
         shapes: Trained parameter -> shape on this rank.
         group: The replicas; a group that nothing else uses.
         nodes: The replicas of this rank's node, and those with its place in other nodes; None for a flat topology.
-        device: Of the gradients.
+        device: Device of the gradients.
         exact: Parameters that are never compressed.
 
     Raises:

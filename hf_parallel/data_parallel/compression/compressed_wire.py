@@ -39,7 +39,7 @@ class CompressedWire:
         method: What compresses; None in the exact part of a hierarchy.
         keeps_dense: Name and shape of a parameter -> whether its gradient is sent as it is.
         feedback: Keeps what was left out; None to lose it.
-        meter: That of `method`.
+        meter: Meter of `method`.
         loss_scale: What gradients are multiplied with now (fp16); residuals are kept without it.
     """
 

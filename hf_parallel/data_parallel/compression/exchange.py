@@ -120,7 +120,7 @@ class HierarchicalAllReduce:
     Args:
         inside: The ranks of this rank's node.
         between: Sums over the ranks with the same place in other nodes; None for exact sums there too.
-        across: Those ranks.
+        across: The ranks with the same place in other nodes.
         meter: Counts the bytes between nodes.
     """
 

@@ -14,19 +14,19 @@ from torch import Tensor
 
 
 class Layout(Protocol):
-    """What is read of a bucket."""
+    """The attributes that are read of a bucket."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its parameters."""
+        """Names of its parameters."""
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each begins in the flat buffer."""
+        """Positions in the flat buffer where the parameters begin."""
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """Of each."""
+        """Shapes of its parameters."""
 
     @property
     def numel(self) -> int:
@@ -37,7 +37,7 @@ class ErrorFeedback:
     """Residuals of the parameters whose gradients go through one wire.
 
     Args:
-        dtype: Of the residuals, fp32 or bf16.
+        dtype: Dtype of the residuals, fp32 or bf16.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

@@ -82,7 +82,7 @@ def compress_fsdp2(model: nn.Module, settings: GradientCompressionConfig) -> Com
     """Compress the gradients of a model that `fully_shard` was applied to, in all of its parts.
 
     Raises:
-        UnsupportedError: Nothing is sharded, or the method feeds errors back.
+        UnsupportedError: No module is sharded, or the method feeds errors back.
     """
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not parts:

@@ -31,7 +31,7 @@ class _Active:
     Args:
         job: The job.
         work: The collective; None before the first.
-        future: Of the caller that waits for the job.
+        future: Future of the caller that waits for the job.
         age: Jobs that were taken since the collective was started.
     """
 
@@ -45,7 +45,7 @@ class Lane:
     """Runs jobs: in a thread of its own for the CPU, on a stream of its own for CUDA.
 
     Args:
-        device: Of the tensors.
+        device: Device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -20,12 +20,12 @@ SAMPLE = 2**19  # elements of the measurement: milliseconds
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one exchange of all gradients, for one rank.
+    """Predicted cost of one exchange of all gradients, for one rank.
 
     Args:
-        dense_bytes: Sent without compression, in a ring.
-        wire_bytes: Sent with it; between nodes only, where sums inside a node are exact.
-        codec_seconds: Spent on encoding and decoding.
+        dense_bytes: Bytes sent without compression, in a ring.
+        wire_bytes: Bytes sent with it; between nodes only, where sums inside a node are exact.
+        codec_seconds: Seconds spent on encoding and decoding.
     """
 
     dense_bytes: float
@@ -66,7 +66,7 @@ def predict(wire: CompressedWire, shapes: Mapping[str, torch.Size], device: torc
     Args:
         wire: What will carry them.
         shapes: Trained parameter -> shape on this rank.
-        device: Of the gradients; the codec is tried there.
+        device: Device of the gradients; the codec is tried there.
     """
     sent = {name: shape for name, shape in shapes.items() if not wire.keeps_dense(name, shape)}
     exact = sum(shape.numel() for name, shape in shapes.items() if name not in sent)

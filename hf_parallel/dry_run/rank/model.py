@@ -34,8 +34,8 @@ def build(config: Any, dtype: torch.dtype, lora_rank: int = 0) -> nn.Module:
 
     Args:
         config: A transformers config.
-        dtype: Of its parameters.
-        lora_rank: Of LoRA on its linear layers; 0 trains the model itself.
+        dtype: Dtype of its parameters.
+        lora_rank: Rank of LoRA on its linear layers; 0 trains the model itself.
 
     Raises:
         ConfigError: There is no causal language model for it, or PEFT is not installed.
@@ -77,14 +77,14 @@ def plan_alone(
     """Plan as rank 0 does for all, without other ranks.
 
     Args:
-        model: Without values.
-        model_config: Of the model.
+        model: Model without values.
+        model_config: Config of the model.
         config: Validated settings.
         schedule: The pipeline schedule that they ask for.
-        shape: Of the mesh.
+        shape: Shape of the mesh.
 
     Raises:
-        PlanError: As of a run.
+        PlanError: The same as in a run.
     """
     host = torch.device("cpu")
     watchdog = Watchdog(None, 0, [shape.describe(rank) for rank in range(shape.world_size)], FOREVER_S)

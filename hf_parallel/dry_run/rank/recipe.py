@@ -43,13 +43,14 @@ def dry_run_recipe(  # noqa: PLR0913 - the names are the interface
     Args:
         recipe: An accelerate config file, or the name of a recipe.
         model: A transformers config, a `config.json`, a folder with one, or a name.
-        rank: Of the world, 0 to num_processes - 1.
-        rows: Of a batch on each replica, 1 or more.
+        rank: Rank in the world, 0 to num_processes - 1.
+        rows: Rows of a batch on each replica, 1 or more.
         length: Tokens of a row, 1 or more.
         accumulation: Batches of an optimizer step; None: the file's number, else 1.
-        precision: Of the parameters: fp32, half or autocast (fp32 parameters, products in 16 bit); None: as the file trains.
+        precision: Precision of the parameters: fp32, half or autocast (fp32 parameters, products in 16 bit); None: as
+            the file trains.
         mask: Whether batches come with an attention mask.
-        lora_rank: Of LoRA on every linear layer, without tensor parallelism; 0 trains the model itself.
+        lora_rank: Rank of LoRA on every linear layer, without tensor parallelism; 0 trains the model itself.
 
     Returns:
         Bytes, messages and waits of one optimizer step in the middle of a run.

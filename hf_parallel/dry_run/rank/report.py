@@ -18,11 +18,11 @@ class Message:
     """Collectives and messages of one kind in a step.
 
     Args:
-        operation: Such as "allreduce".
-        axis: Of the mesh that its ranks are along, such as "tp" or "dp".
-        dtype: Of what is sent.
-        calls: In a step.
-        total_bytes: Of the largest tensor of each call on this rank, in a step.
+        operation: Name of the collective or message, such as "allreduce".
+        axis: Axis of the mesh that its ranks are along, such as "tp" or "dp".
+        dtype: Dtype of what is sent.
+        calls: Number of calls in a step.
+        total_bytes: Bytes of the largest tensor of each call on this rank, summed over a step.
     """
 
     operation: str

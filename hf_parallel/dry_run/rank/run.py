@@ -58,20 +58,20 @@ RUN = 2  # batches of a step without a pipeline: each one more does what the las
 
 @dataclass(frozen=True)
 class Job:
-    """What is run dry.
+    """A rank's training that is run dry.
 
     Args:
         config: Validated settings.
         model: A transformers config.
         work: Rows, tokens and batches of a step of one model copy.
-        rank: Of the world.
-        world_size: Of it.
-        ranks_per_node: Of it on each machine.
+        rank: Rank in the world.
+        world_size: Ranks of the world.
+        ranks_per_node: Ranks of the world on each machine.
         on_gpu: Whether ranks have GPUs and NCCL; else CPU and gloo.
-        precision: Of the parameters.
+        precision: Precision of the parameters.
         compute: What forward passes are autocast to; None without autocast.
         mask: Whether batches come with an attention mask.
-        lora_rank: Of LoRA on the linear layers of the model, which is frozen then; 0 trains the model.
+        lora_rank: Rank of LoRA on the linear layers of the model, which is frozen then; 0 trains the model.
     """
 
     config: HFParallelConfig
@@ -88,14 +88,14 @@ class Job:
 
     @property
     def shape(self) -> MeshShape:
-        """Of the mesh."""
+        """Shape of the mesh."""
         config, inside = self.config, self.config.topology.dp_inside
         sizes = config.dp_size(self.world_size), config.pp_size, config.tp_size, config.sp_size
         return MeshShape(*sizes, dp_inside=1 if inside == "auto" else inside)
 
     @property
     def device(self) -> torch.device:
-        """Of the rank."""
+        """Device of the rank."""
         return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
 
 
@@ -103,7 +103,7 @@ def run_dry(job: Job) -> DryRun:
     """Train two steps of one rank on fake tensors and count the second.
 
     Raises:
-        PlanError, ConfigError, UnsupportedError: As of a run with these settings.
+        PlanError, ConfigError, UnsupportedError: The same as in a run with these settings.
     """
     if job.config.sp_size > 1:
         raise UnsupportedError(

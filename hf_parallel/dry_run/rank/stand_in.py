@@ -25,7 +25,7 @@ def stand_in_for(model: nn.Module, config: Any) -> StandIn:
 
     Args:
         model: The whole model on `meta`.
-        config: Of it.
+        config: Config of the model.
     """
     narrow = _narrowed(model, config)
 

@@ -25,8 +25,8 @@ class Training:
     """A model in training, driven as a stock Trainer drives it.
 
     Args:
-        engine: Of the parallelized model.
-        optimizer: Of its parameters, guarded.
+        engine: Engine of the parallelized model.
+        optimizer: Optimizer of its parameters, guarded.
         begin: Called when the optimizer's step begins.
         meter: Told what runs.
     """
@@ -41,7 +41,7 @@ class Training:
         """Train with AdamW, as a Trainer does by default: fused on a GPU.
 
         Args:
-            engine: Of the parallelized model.
+            engine: Engine of the parallelized model.
             meter: Told what runs.
         """
         fused = engine.attachment.device.type == "cuda"
@@ -52,10 +52,10 @@ class Training:
         return cls(engine, optimizer, own.begin, meter)
 
     def step(self, batches: Sequence[dict[str, Any]]) -> None:
-        """One optimizer step.
+        """Run one optimizer step.
 
         Args:
-            batches: That its gradients are accumulated over.
+            batches: Batches over which its gradients are accumulated.
         """
         engine, meter = self.engine, self.meter
         if isinstance(engine, PipelineEngine):

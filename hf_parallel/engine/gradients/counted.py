@@ -1,4 +1,4 @@
-"""Which elements a rank counts in a norm of the whole model, so that each is counted once whatever the mesh."""
+"""Choose the elements that a rank counts in a norm of the whole model, so that each is counted exactly once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counted:
         return None if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim] else pieces
 
     def of_model(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
-        """Which elements of a parameter this rank counts in the norm: all, none, or a mask of its shape."""
+        """The elements of a parameter that this rank counts in the norm: all, none, or a mask of its shape."""
         return self._mask(name, parameter, self._ranges(name, parameter))
 
     def of_stage(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:

@@ -68,7 +68,7 @@ class GlobalNorm:
         told: Tensor | None = None
         if self._replicas.zero is not None:
             parts = self.power_of(self._replicas.zero.gradients(), norm_type)
-            # What is beside parts one of the ranks counts that share the optimizer.
+            # A gradient that is not in parts is counted by one of the ranks that share the optimizer.
             total, told = self._told.sum(torch.maximum(total, parts) if infinite else total + parts, infinite=infinite)
             if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
                 group = self._mesh.mp_group

@@ -1,4 +1,4 @@
-"""Which optimizers a rank may step by itself, given which parts of the parameters it has."""
+"""Rules for which optimizers a rank may step by itself, given the parts of the parameters that it has."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def refuse_whole_tensor_updates(
     *,
     partitions: bool,
 ) -> None:
-    """Shards and parts of tensors are updated by themselves: an update must not depend on the whole.
+    """Refuse updates that depend on whole tensors where shards and parts of tensors are updated by themselves.
 
     Args:
-        optimizer: With the parameters of this rank.
+        optimizer: Optimizer with the parameters of this rank.
         ledger: Says which are shards.
-        parameters: Of this rank, by name.
+        parameters: Parameters of this rank, by name.
         mesh: This rank's mesh.
         partitions: Whether the optimizer updates flat parts of parameters.
 
@@ -165,7 +165,7 @@ def watch_later_steps(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     Of one that counts its steps each of the first is asked about, and then every second, fourth and so on.
 
     Args:
-        optimizer: That was asked about.
+        optimizer: Optimizer that `refuse_crossing_updates` has accepted.
         mesh: This rank's mesh.
     """
     if mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
@@ -196,11 +196,11 @@ def watch_later_steps(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
 def refuse_crossing_updates(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: Mesh, *, pairs: bool
 ) -> None:
-    """Each stage steps on its own parameters: an update must not depend on those of others. Collective.
+    """Refuse updates that depend on parameters of other stages: each stage steps on its own. Collective.
 
     Args:
-        optimizer: With the parameters of this stage only.
-        parameters: Of this stage, by name.
+        optimizer: Optimizer with the parameters of this stage only.
+        parameters: Parameters of this stage, by name.
         mesh: This rank's mesh.
         pairs: Whether it has tensors that go with those that it had before.
 

@@ -62,10 +62,10 @@ class GradientSync:
         settings: What the replicas do with each other.
 
     Attributes:
-        settings: Of the optimizers.
+        settings: Settings of the optimizers.
         in_window: Whether the last backward pass was not the last of its step.
         given_away: Whether the last backward pass was `torch.autograd.grad`, which leaves no gradients here.
-        total_norm: Of the full model's gradient, whatever is shown of it.
+        total_norm: Norm of the full model's gradient, whatever is shown of it.
         before_write: Called when an optimizer is about to write to the parameters.
     """
 

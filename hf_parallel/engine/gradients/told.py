@@ -25,9 +25,9 @@ class ToldOverParts:
 
     Args:
         mesh: This rank's mesh.
-        parameters: Of this rank.
-        settings: Of this rank's optimizers.
-        replicas: Which of them share an optimizer.
+        parameters: Parameters of this rank.
+        settings: Settings of this rank's optimizers.
+        replicas: Says which replicas share an optimizer.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class _Tail:
 
     @functools.cached_property
     def gradients(self) -> list[Tensor]:
-        """Of the leaves."""
+        """Gradients of the loss with respect to the leaves."""
         return list(torch.autograd.grad(self.loss, self.leaves))
 
 

@@ -61,9 +61,9 @@ def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, parts: int, copie
     """What the first rank of a pipeline stage keeps of a model that is still whole.
 
     Args:
-        model: It.
+        model: The model.
         ledger: Its ledger.
-        pp_rank: Of the rank.
+        pp_rank: Pipeline rank.
         parts: Ranks over which sharded parameters are spread.
         copies: How many times as much of their optimizer state it keeps as of the other parameters' where replicas share both.
     """
@@ -83,7 +83,7 @@ def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, parts: int, copie
 
 
 def whole_bytes(model: nn.Module, ledger: Ledger) -> int:
-    """Of the parameters and saved buffers of a model that is still whole."""
+    """Bytes of the parameters and saved buffers of a model that is still whole."""
     tensors = _named(model)
     return sum(stored_bytes(tensors[entry.name]) for entry in ledger)
 

@@ -94,10 +94,10 @@ def relative_speeds(measured: Sequence[float]) -> tuple[float, ...]:
     """Speeds relative to the fastest, of which those near it are as fast: equal ranks get the cut of equal ranks.
 
     Args:
-        measured: Of each rank, in any unit.
+        measured: Speed of each rank, in any unit.
 
     Raises:
-        PlanError: A rank measured nothing.
+        PlanError: The speed of a rank is 0.
     """
     top = max(measured)
     if min(measured) <= 0:

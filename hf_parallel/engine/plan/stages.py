@@ -37,7 +37,7 @@ class Cut:
     Args:
         stages: What crosses each possible cut, and which parameters each block reads.
         schedule: The schedule and where each stage runs.
-        costs: Of every block.
+        costs: Costs of every block.
         bounds: Block boundaries of the stages, [0, ..., num_blocks].
         loss_kind: How the model's own loss may be computed (see `judge_loss`).
         backward_kind: What users' code in backward passes needs (see `judge_backward`).

@@ -124,11 +124,11 @@ def verdicts_of(
     releases of Python and the packages, the files of this package, and the modes of torch that choose kernels.
 
     Args:
-        model: Whole.
+        model: The whole model.
         config: The settings.
-        shape: Of the mesh.
+        shape: Shape of the mesh.
         device: Where the model is.
-        batch: That plans are made with.
+        batch: Batch that plans are made with.
     """
 
     def about() -> str:

@@ -64,10 +64,11 @@ class _Begun:
         batches: Its batches, as the model will be called with them.
         shares: What each microbatch contributes to the loss of its batch.
         first: Number of its first microbatch.
-        step: What its random numbers are drawn by.
-        known: Of the optimizers, when it was begun: in one step on all ranks, where losses leave in several.
-        version: Of the weights it runs with; -1 until this rank may begin it.
-        gradients: What its last backward has left; None until then.
+        step: Step whose random numbers it draws.
+        known: What was known of the optimizers when it was begun: from one step on all ranks, where losses leave in
+            several.
+        version: Version of the weights it runs with; -1 until this rank may begin it.
+        gradients: Gradients that its last backward has left; None until then.
         told: Waits for what the ranks tell each other of it.
     """
 
@@ -82,7 +83,7 @@ class _Begun:
 
     @property
     def numbers(self) -> range:
-        """Of its microbatches."""
+        """Numbers of its microbatches."""
         return range(self.first, self.first + len(self.shares))
 
 
@@ -95,12 +96,12 @@ class Ahead:
         runtime: Executor of this rank's stage.
         last_stage: Makes losses known.
         loss: Cuts batches.
-        seeds: Of the random numbers of microbatches.
-        name: Of the schedule.
+        seeds: Seeds of the random numbers of microbatches.
+        name: Name of the schedule.
         vertical_sync: Whether all stages step together, so that a window meets the weights of one update.
 
     Attributes:
-        delay: By how many updates the weights of a window are older than the newest before its own, where that is the most.
+        delay: Largest number of updates by which the weights of a window are older than the newest before its own.
         watches_modules: Whether code of users runs between steps, which may change what modules compute.
     """
 
@@ -148,10 +149,10 @@ class Ahead:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def run(self, batches: Batches) -> list[Tensor]:
-        """Complete a window, and begin others; its losses. Its gradients are in `p.grad` then.
+        """Complete a window, and begin others; return its losses. Its gradients are in `p.grad` then.
 
         Args:
-            batches: Of the window, as the model is called with the first.
+            batches: Batches of the window, as the model is called with the first.
         """
         self._check()
         self._check_modules()

@@ -34,7 +34,7 @@ def logits_node(anchor: Tensor, logits: Tensor, on_backward: OnBackward) -> Tens
     """Logits f[B S V] whose backward runs back through the pipeline.
 
     Args:
-        anchor: As of `loss_node`.
+        anchor: Anchor, as in `loss_node`.
         logits: The values.
         on_backward: Called with their gradient f[B S V], with autograd switched on.
     """
@@ -46,8 +46,8 @@ def outputs_node(anchor: Tensor, values: Mapping[str, Tensor], on_backward: OnBa
     """Outputs whose common backward runs the pipeline.
 
     Args:
-        anchor: As of `loss_node`.
-        values: By name; of floating point.
+        anchor: Anchor, as in `loss_node`.
+        values: Tensors of floating point by name.
         on_backward: Called with the gradients of those that the loss depends on, with autograd switched on.
     """
     if not values:

@@ -24,7 +24,7 @@ class CallersBackward:
 
     Args:
         freezing: What the stages tell each other about frozen parameters.
-        hooks: Those on parameters.
+        hooks: Hooks on parameters.
         backwards: What the ranks compare of their backward passes.
         attachment: Model, gradients, watchdog.
     """

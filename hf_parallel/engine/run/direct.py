@@ -372,7 +372,7 @@ class DirectEngine(Engine):
 
 
 def _signature_of(attachment: Attachment) -> inspect.Signature:
-    """Of the model's forward; of the one that it is around if it takes arguments by place and names none of them (PEFT's)."""
+    """Signature of the model's forward, or of the wrapped model's where that takes `*args` and names none (PEFT's)."""
     found = inspect.signature(attachment.forward)
     nameless = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in found.parameters.values())
     return inspect.signature(base_model(attachment.model).forward) if nameless else found

@@ -13,15 +13,16 @@ from hf_parallel.settings.replica_sections import ZeroConfig
 
 @dataclass(frozen=True)
 class Expected:
-    """Of a model copy.
+    """What the plans expect of a model copy.
 
     Attributes:
         forward: Cost of one microbatch on each stage, in a unit of the plan; empty with one stage.
-        backward: The same of the full backward.
-        weights: What gradients of weights take of that.
+        backward: Cost of the full backward, in the same unit.
+        weights: Part of the backward's cost that gradients of weights take.
         bubble: Idle share of the ranks in a step, None with one stage.
-        states_bytes: Of each pipeline rank: weights, gradients and Adam's states, without ZeRO.
-        activation_bytes: Of each pipeline rank, for each token of a microbatch; empty with one stage.
+        states_bytes: Bytes of weights, gradients and Adam's states on each pipeline rank, without ZeRO.
+        activation_bytes: Bytes of activations on each pipeline rank, for each token of a microbatch; empty with one
+            stage.
         recomputed: Blocks that run twice.
     """
 
@@ -37,10 +38,10 @@ class Expected:
 def states_with_zero(
     states: tuple[float, float, float], zero: ZeroConfig, shard_group: ProcessGroup | None
 ) -> tuple[float, float, float]:
-    """Weights, gradients and Adam's states of a rank, of which ZeRO leaves it a part.
+    """Bytes of a rank's weights, gradients and Adam's states that ZeRO leaves to it.
 
     Args:
-        states: Of its part of the model, without ZeRO.
+        states: Bytes of the states of its part of the model, without ZeRO.
         zero: The settings.
         shard_group: The replicas that share them out; None if there is one.
     """
@@ -59,8 +60,8 @@ def expected(
     """Put together what the plans say.
 
     Args:
-        holdings: Of each pipeline rank.
-        prediction: Of the cut; None with one stage.
+        holdings: What each pipeline rank holds.
+        prediction: Prediction for the cut; None with one stage.
         recomputed: Groups of blocks whose activations are not kept.
     """
     states = tuple((held.weights, held.gradients, held.optimizer) for held in holdings)

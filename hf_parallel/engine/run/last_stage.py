@@ -60,9 +60,9 @@ class LastStage:
         """The loss (0-d) of each batch on every rank; collective over the model copy.
 
         Args:
-            losses: Of each microbatch; empty where the last stage is not.
-            shares: Of each microbatch.
-            batches: What this rank has read.
+            losses: Loss of each microbatch; empty on ranks without the last stage.
+            shares: Share of each microbatch in its batch's loss.
+            batches: Batches that this rank has read.
         """
         count = len(batches)
         # f[batches + digests + 1], summed over the ranks: each writes its own slots and leaves zeros in the others.
@@ -88,15 +88,17 @@ class LastStage:
         group: dist.ProcessGroup | None,
         known: Known,
     ) -> Callable[[], tuple[list[torch.Tensor], torch.Tensor]]:
-        """As `share_losses`, while this rank goes on; what waits for the losses, and for the sum of `power` over the ranks.
+        """Share losses as `share_losses` does, while this rank goes on.
+
+        Return a function that waits for the losses, and for the sum of `power` over the ranks.
 
         Args:
-            losses: Of each microbatch; empty where the last stage is not.
-            shares: Of each microbatch.
-            batches: What this rank has read.
-            power: What this rank counts of another sum (0-d).
+            losses: Loss of each microbatch; empty on ranks without the last stage.
+            shares: Share of each microbatch in its batch's loss.
+            batches: Batches that this rank has read.
+            power: Summand of this rank in another sum (0-d).
             group: The model copy; nothing else is sent over it, because ranks may come here in different steps.
-            known: Of the optimizers, in a step that is the same one on all ranks.
+            known: What is known of the optimizers, from a step that is the same one on all ranks.
         """
         count = len(batches)
         message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self.device)

@@ -38,7 +38,7 @@ class Share:
         labels: The labels, for a loss function that is called beside the model.
         num_items: Normaliser of a sum over label positions.
         weight: Factor of the microbatch's loss.
-        missing: Of a mean over labels: what the microbatch contributes if it has none of them (0-d).
+        missing: Loss of the microbatch if it has no labels, for a mean over labels (0-d).
     """
 
     batch: int
@@ -110,7 +110,7 @@ class MicrobatchLoss:
         """Microbatches of a batch with labels, each with its part in the loss.
 
         Args:
-            index: Of the batch.
+            index: Index of the batch.
             batch: The model's inputs by name.
         """
         if self.takes_whole_batches:

@@ -77,9 +77,9 @@ class Caught:
         looks_at_loss: Whether to find out what the model's own loss gives to the outputs.
         parts: Detached tensors by name.
         own: Name of the one output that the model's own loss is computed from, and its gradient.
-        gives: As of `CallKind`.
-        absent: As of `CallKind`.
-        names: As of `CallKind`.
+        gives: Whether each output requires a gradient, as in `CallKind`.
+        absent: Names of outputs that are None, as in `CallKind`.
+        names: Names of the outputs in order, as in `CallKind`.
     """
 
     looks_at_loss: bool = False
@@ -93,8 +93,8 @@ class Caught:
         """The last stage has computed a microbatch.
 
         Args:
-            index: Of the microbatch.
-            output: Of the model.
+            index: Index of the microbatch.
+            output: Output of the model.
             loss: Its part of the batch's loss (0-d), if it has a graph.
         """
         found = _tensors(output)
@@ -134,14 +134,14 @@ class Reading:
     """A training forward whose other outputs may be read.
 
     Attributes:
-        kind: Of the call.
+        kind: Kind of the call.
         announced: The batch.
-        step: Of the random numbers.
+        step: Step of the random numbers.
         count: Microbatches.
         caught: The outputs, on the last stage.
         made: Gradients of the model's own loss; None if there was no backward.
         seed: What that loss was multiplied with.
-        own: As `Caught.joined_own`, on every rank.
+        own: The same as `Caught.joined_own`, on every rank.
     """
 
     kind: CallKind
@@ -206,7 +206,7 @@ class OtherOutputs:
         """Find out which outputs of a call microbatches can make, on its first two rows; collective over the pipeline.
 
         Args:
-            kind: Of the call; gets `refused`.
+            kind: Kind of the call; gets `refused`.
             batch: With labels; runs as several microbatches.
             forward: Runs microbatches without autograd, and gives the last stage's outputs.
         """
@@ -267,7 +267,7 @@ class OtherOutputs:
         Args:
             reading: The forward whose outputs the gradients are of.
             gradients: dL/d(output) [B ...] by name; that of "loss" is a number.
-            shares: Of each microbatch.
+            shares: Share of each microbatch in its batch's loss.
         """
         parts = reading.caught.parts
         cut: dict[str, Sequence[Tensor]] = {}

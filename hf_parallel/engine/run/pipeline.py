@@ -156,13 +156,14 @@ class PipelineEngine(Engine):
     def begin_window(
         self, batches: list[dict[str, Any]], following: Sequence[tuple[list[dict[str, Any]], Any]] = ()
     ) -> None:
-        """The next training forwards are these batches: run them as the microbatches of one schedule.
+        """Announce that the next training forwards are these batches: run them as the microbatches of one schedule.
 
         Only where stock code alone stands between here and the model: the first call runs all of them as they are then.
 
         Args:
-            batches: Of this optimizer step.
-            following: Of the next ones, as far as they may be in the pipeline with these, and what each is divided by.
+            batches: Batches of this optimizer step.
+            following: Batches of the next steps, as far as they may be in the pipeline with these, and what each is
+                divided by.
         """
         if self.ahead is not None:
             self.ahead.following = list(following)
@@ -202,7 +203,7 @@ class PipelineEngine(Engine):
         return self._running.depth > 0
 
     def install(self) -> None:
-        """As of every engine; from here on user code has the model, which is not whole."""
+        """Install as every engine does; user code has the model, which is not whole, from here on."""
         super().install()
         self._running.depth = 0
         self._direct.watch()
@@ -479,5 +480,5 @@ class PipelineEngine(Engine):
 
 
 def logits_in(outputs: list[Any]) -> list[torch.Tensor]:
-    """Of each microbatch; empty if the model gives none."""
+    """Logits of each microbatch; empty if the model gives none."""
     return [output["logits"] for output in outputs if output.get("logits") is not None]

@@ -21,7 +21,7 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
 
     Args:
         batch: Arguments of the call by name.
-        plan: Of the stages, with the inputs that it was made with.
+        plan: Plan of the stages, with the inputs that it was made with.
         pp_size: Number of pipeline ranks.
         caches: Whether the model keeps keys and values if it is not told whether to.
 

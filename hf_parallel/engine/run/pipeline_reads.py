@@ -62,7 +62,7 @@ class ReadingPipelineEngine(PipelineEngine):
         self._others = OtherOutputs(self.mesh, self._last_stage, self._loss, self._dtypes)
 
     def _dtypes(self) -> set[torch.dtype]:
-        """In which the model computes."""
+        """Dtypes in which the model computes."""
         found = {p.dtype for p in self.attachment.parameters.values() if p.is_floating_point()}
         kind = self.attachment.device.type
         with self.autocast():
@@ -252,7 +252,7 @@ class ReadingPipelineEngine(PipelineEngine):
             )
 
     def compare_step(self) -> None:
-        """As of a pipeline; second passes must have had the outputs of the first."""
+        """Compare a step as other engines do; before, judge whether second passes had the outputs of the first."""
         self._others.judge()
         super().compare_step()
 

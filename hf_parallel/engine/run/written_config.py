@@ -26,7 +26,7 @@ class WrittenConfig:
 
     @property
     def written(self) -> dict[str, Any]:
-        """Those on this rank."""
+        """Values of the config that this rank has written."""
         plain = {name: value for name, value in self._values.items() if isinstance(value, (str, int, float))}
         return {name: value for name, value in plain.items() if self._before.get(name) != value}
 

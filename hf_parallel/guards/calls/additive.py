@@ -86,8 +86,8 @@ def why_not_additive(function: Callable[..., Any], config: Any, device: torch.de
 
     Args:
         function: `compute_loss_func`: called with outputs, labels and num_items_in_batch.
-        config: Of the model.
-        device: Where to ask.
+        config: Config of the model.
+        device: Device of the made-up logits.
     """
     vocab_size = int(config.get_text_config().vocab_size)
     state = _State(function)

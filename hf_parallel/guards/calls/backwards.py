@@ -36,7 +36,7 @@ class Backwards:
     Args:
         mesh: This rank's mesh.
         device: Where gradients are.
-        settings: Of this rank's optimizers, which are compared in the same message.
+        settings: Settings of this rank's optimizers, which are compared in the same message.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, settings: OptimizerSettings) -> None:
@@ -150,7 +150,7 @@ class Backwards:
         self._settings.refuse_unlike([int(word) for *_, word, _, _ in rows])
 
     def _gathered(self, direct: Sequence[str]) -> Tensor:
-        """Of each rank: how many marks, whether there are direct gradients, marks, sizes and settings. Begins anew."""
+        """Number of marks, presence of direct gradients, marks, sizes and settings of each rank. Begins anew."""
         marks, sizes, beside = self._marks, self._sizes, self._beside
         self.forget()
         # Filled where they are: a tensor that is made of numbers is copied there, which waits for the device.
@@ -169,7 +169,7 @@ class Backwards:
         return everyone
 
     def _sums(self, marks: Sequence[Any], sizes: Sequence[Any]) -> tuple[Tensor | float, Tensor | float]:
-        """Of marks times fixed numbers, since their order counts, and of the magnitudes of sizes."""
+        """Sum of the marks times fixed numbers, since their order counts, and sum of the magnitudes of the sizes."""
         if self._device.type == "cpu":
             return sum((1.0 + 0.618 * place) * mark for place, mark in enumerate(marks)), sum(map(abs, sizes))
         places = torch.arange(len(marks), dtype=torch.float64, device=self._device)

@@ -120,7 +120,7 @@ class BatchDigests:
     Args:
         mesh: This rank's mesh.
         common: Weights that several ranks hold.
-        settings: Of this rank's optimizers.
+        settings: Settings of this rank's optimizers.
 
     Attributes:
         width: Slots that a message needs.
@@ -136,22 +136,24 @@ class BatchDigests:
         """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass.
 
         Args:
-            slots: Of all ranks.
-            batches: What this rank has read.
-            known: Of the optimizers, if it is not what is known now; None too.
+            slots: Slots of all ranks.
+            batches: Batches that this rank has read.
+            known: What was known of the optimizers, if that differs from what is known now; else None.
         """
         mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.place_in_copy]
         _write(mine, [self._digests.of(batches), self._settings.word(known), *self._common.digests()])
 
     def arrived(self, slots: Tensor, known: Known | None = None) -> None:
-        """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
+        """Take the slots of all ranks.
+
+        On a GPU `judge` looks at them, where a backward pass waits for the device anyway.
 
         Args:
-            slots: Of all ranks.
-            known: As it was `put`.
+            slots: Slots of all ranks.
+            known: The same as was given to `put`.
 
         Raises:
-            RankMismatchError: On every rank, naming those that differ.
+            RankMismatchError: Raised on every rank; names the ranks that differ.
         """
         self._unread.append((slots, known))
         if slots.device.type == "cpu" or not torch.is_grad_enabled():
@@ -183,7 +185,7 @@ class SharedBatch:
         device: Where the model computes.
         common: Weights that all of these ranks hold.
         random: Random states that all of these ranks share.
-        settings: Of this rank's optimizers.
+        settings: Settings of this rank's optimizers.
         leave: Called with what this rank raises while others wait for it in a layer.
     """
 

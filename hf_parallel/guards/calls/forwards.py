@@ -1,4 +1,4 @@
-"""Which modules run another forward than before: it was put on one, on its class, or the module is of another class."""
+"""Find modules that run another forward than before: one was put on a module or its class, or the class changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Forwards:
     """Looked at before every forward pass: no loop in Python over modules where nothing has changed.
 
     Args:
-        modules: That are looked at, by name.
+        modules: Modules that are looked at, by name.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:

@@ -21,10 +21,10 @@ class KeptParts:
     """A forward hook, the last of a module with hooks of user code.
 
     Args:
-        name: Of the module.
+        name: Name of the module.
         hooks: Names of the hooks that were there before.
         axis: The setting that leaves parts.
-        is_part: Whether a tensor that the module returns is one.
+        is_part: Whether a tensor that the module returns is a part.
     """
 
     def __init__(self, name: str, hooks: Sequence[str], axis: str, is_part: Callable[[Tensor], bool]) -> None:

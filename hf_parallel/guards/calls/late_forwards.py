@@ -25,10 +25,10 @@ from hf_parallel.model.tensors import map_tensors
 
 
 class LateForwards:
-    """Finds them.
+    """Finds and tests forwards that were replaced after the model was cut.
 
     Args:
-        modules: Of this rank's stages.
+        modules: Modules of this rank's stages.
         test: Given the name of a forward, what runs it or its backward pass, and what that is given and returns.
     """
 
@@ -60,12 +60,12 @@ class LateForwards:
 
 
 class LateForward:
-    """A call of one, to be repeated with other tensors, without dropout.
+    """A call of a replaced forward, to be repeated with other tensors, without dropout.
 
     Args:
-        module: Whose forward it is.
-        args: That it was given.
-        kwargs: That it was given.
+        module: Module whose forward it is.
+        args: Arguments that the forward was given.
+        kwargs: Keyword arguments that the forward was given.
 
     Attributes:
         run: The forward of a copy, of `given`.

@@ -41,11 +41,12 @@ Hook: TypeAlias = Code
 
 
 class LateHooks:
-    """Finds and tests them.
+    """Finds and tests hooks that were registered after the model was cut.
 
     Args:
-        modules: Of this rank's stages.
-        around: Those of them that have the blocks in them, also those of other stages: they cannot be called by themselves.
+        modules: Modules of this rank's stages.
+        around: Modules among them that have the blocks in them, also those of other stages: they cannot be called by
+            themselves.
         pp_size: Stages.
     """
 

@@ -210,7 +210,7 @@ class OnStages(TorchDispatchMode):
             self._read = block
 
     def _scalars(self, args: Any, kwargs: Any) -> Iterator[Origin]:
-        """Of numbers that Python has read from tensors, as they are."""
+        """Origins of numbers that Python has read from tensors and passes on unchanged."""
         if self._numbers:
             yield from (
                 self._numbers[one] for one in (*args, *kwargs.values()) if type(one) is float and one in self._numbers
@@ -371,7 +371,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Of tensors that have one of their own; 0 for others."""
+    """Id of the storage of a tensor that has one of its own; 0 for other tensors."""
     if not isinstance(tensor, PartTensor) and type(tensor) not in (Tensor, nn.Parameter):
         return 0
     return id_of_storage(_memory(tensor))

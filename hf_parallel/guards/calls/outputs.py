@@ -57,12 +57,12 @@ class _ExplainsMissing:
         return (name in NONE_UNASKED and not asked) or name in vars(self).get("_more", ((), ()))[1]
 
     def has_more(self, names: Collection[str], absent: Collection[str], read: Callable[[], More]) -> None:
-        """Have other outputs of the model: collective over the ranks of a model copy when one is read first.
+        """Offer other outputs of the model: collective over the ranks of a model copy when one is read first.
 
         Args:
-            names: Of those that are tensors.
-            absent: Of those that are None.
-            read: Gives the tensors.
+            names: Names of the outputs that are tensors.
+            absent: Names of the outputs that are None.
+            read: Returns the tensors.
         """
         vars(self)["_more"] = names, absent, read
 
@@ -101,17 +101,17 @@ class _ExplainsMissing:
         return key in self._own() or key in vars(self).get("_listed", ())
 
     def keys(self) -> Any:
-        """As of the model's own output."""
+        """Keys as the model's own output has them."""
         held: Any = self
         return KeysView(held)
 
     def items(self) -> Any:
-        """As of the model's own output; reads what it passes."""
+        """Items as the model's own output has them; reads what it passes."""
         held: Any = self
         return ItemsView(held)
 
     def values(self) -> Any:
-        """As of the model's own output; reads what it passes."""
+        """Values as the model's own output has them; reads what it passes."""
         held: Any = self
         return ValuesView(held)
 
@@ -144,7 +144,10 @@ class _ExplainsMissing:
         raise MissingOutput(self._why_not(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict, for what a stock output may lack too; anything else is refused instead of being None."""
+        """Get a value as from a dict, for what a stock output may lack too.
+
+        Anything else is refused instead of being None.
+        """
         if key in self._own() or self._has(key):
             return self[key]
         if key == "loss" or self._is_none(key):
@@ -164,8 +167,8 @@ class PipelineOutput(_ExplainsMissing, ModelOutput):
     """Loss and logits; the logits are None where nobody needs them.
 
     Args:
-        loss: Of the batch (0-d).
-        logits: f[B S V].
+        loss: Loss of the batch (0-d).
+        logits: Logits f[B S V].
     """
 
     loss: torch.Tensor | None = None
@@ -177,7 +180,7 @@ class PipelineTrainingOutput(_ExplainsMissing, ModelOutput):
     """Output of a training forward with labels: the loss. Its logits are made by a second forward, for who asks for them.
 
     Args:
-        loss: Of the batch (0-d).
+        loss: Loss of the batch (0-d).
     """
 
     loss: torch.Tensor | None = None
@@ -189,7 +192,7 @@ class PipelineTrainingOutput(_ExplainsMissing, ModelOutput):
         return self._logits() if key == "logits" and self._can_run_again() else super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict, with logits."""
+        """Get a value as from a dict, with logits."""
         return self._logits() if key == "logits" and self._can_run_again() else super().get(key, default)
 
     def runs_again(self, again: Callable[[], torch.Tensor | None]) -> PipelineTrainingOutput:

@@ -20,13 +20,15 @@ from hf_parallel.guards.users_code import OURS, module_of, name_of
 
 
 class PartHooks:
-    """Notices them; built when the model is sharded, with all that belongs there.
+    """Notices hooks and forwards that would see parts of tensors.
+
+    Built when the model is sharded, with all of our hooks.
 
     Args:
         model: The sharded model.
         modules: Modules that see parts, by name, and parts of what; of all stages, so that all ranks refuse alike.
-        whole_inputs: Those of them that are given whole tensors: forward pre-hooks may come later.
-        whole_outputs: Those of them that return whole tensors: forward hooks may come later.
+        whole_inputs: Modules among them that are given whole tensors: forward pre-hooks may come later.
+        whole_outputs: Modules among them that return whole tensors: forward hooks may come later.
         axis: The setting that leaves parts.
         is_part: Whether what a module of them returns is a part of the sequence; None: it never is.
     """
@@ -77,7 +79,7 @@ class PartHooks:
 
 def _watch_kept(module: nn.Module, name: str, axis: str, is_part: Callable[[Tensor], bool]) -> None:
     hooks = list(module_hooks(module)[1].values())
-    # Hooks of transformers keep what the model returns, which is made whole then.
+    # transformers' own hooks only keep outputs, and the outputs are gathered later.
     if hooks and not any(module_of(hook).startswith(OURS) for hook in hooks):
         module.register_forward_hook(KeptParts(name, [name_of(hook) for hook in hooks], axis, is_part))
 

@@ -1,4 +1,4 @@
-"""Which gradients have arrived since the last reduction, parameter by parameter.
+"""Track, parameter by parameter, the gradients that have arrived since the last reduction.
 
 A loop may run several backward passes in a step, step several optimizers, or forget to clear gradients. What is reduced
 already must not be reduced again (a sum over the stages that hold a parameter would count it twice), and what was never
@@ -20,7 +20,7 @@ class Arrivals:
     """The gradients of one rank's parameters, by what has happened to them.
 
     Args:
-        parameters: Of the model, in any order.
+        parameters: Parameters of the model, in any order.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -34,12 +34,13 @@ class Arrivals:
         )  # ids of parameters of which replicas may have had unlike gradients before their passes
 
     def set_aside(self, *, everything: bool = False) -> None:
-        """Backward passes begin: take away the gradients that are reduced, so that what arrives can be told from them.
+        """Take away the reduced gradients before backward passes begin, so that new ones can be told from them.
 
         One that was changed since (a loss beside the model's adds to it) counts as arrived.
 
         Args:
-            everything: Nothing of this step can have arrived: all that is there was left, or assigned, and is not reduced again.
+            everything: Whether to set aside all gradients: they were left over or assigned before this step, and are
+                not reduced again.
         """
         self._hidden = []  # of a pass that nobody wanted
         reduced, self._reduced = self._reduced, {}

@@ -78,7 +78,7 @@ def apart(parameters: Sequence[nn.Parameter]) -> Iterator[Made]:
     """Inside, the parameters have no gradients; afterwards they have those from before, and those made inside are held.
 
     Args:
-        parameters: Of this rank.
+        parameters: Parameters of this rank.
     """
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -105,7 +105,7 @@ def add(gradients: Sequence[tuple[nn.Parameter, Tensor]], factor: Tensor) -> Non
     """Add `factor` times the gradients to those that the parameters have; consumes them.
 
     Args:
-        gradients: Of parameters.
+        gradients: Gradients with their parameters.
         factor: A number on their device (0-d), not read here.
     """
     if not gradients:

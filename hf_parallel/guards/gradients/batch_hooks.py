@@ -110,14 +110,14 @@ class BatchHooks:
     def keep(
         self, gradients: Sequence[tuple[nn.Parameter, Tensor]], factor: Tensor | None = None
     ) -> list[tuple[nn.Parameter, Tensor]]:
-        """Gradients of one schedule are to be added: those of parameters with hooks wait for the end of the pass.
+        """Keep gradients of one schedule for parameters with hooks until the end of the pass.
 
         Args:
-            gradients: Of parameters; consumed where they are kept.
-            factor: What they are multiplied with (0-d).
+            gradients: Gradients with their parameters; consumed where they are kept.
+            factor: Factor to multiply them with (0-d).
 
         Returns:
-            The others, as they were.
+            The other gradients, unchanged.
         """
         hooked = {id(parameter) for parameter in self.hooked}
         for parameter, gradient in gradients:

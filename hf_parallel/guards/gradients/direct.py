@@ -51,7 +51,7 @@ class DirectGradients:
         self.found: list[str] = []
 
     def watch(self) -> None:
-        """From now on backward passes are the user's."""
+        """Begin to watch parameters: the next backward passes are the user's."""
         self.stop()
         self._handles = [
             parameter.register_hook(_Hook(self, name))
@@ -60,7 +60,7 @@ class DirectGradients:
         ]
 
     def stop(self) -> None:
-        """From now on backward passes are those of a schedule, and nothing is looked at."""
+        """Stop to watch parameters: the next backward passes are those of a schedule."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._in_callback = [], False

@@ -26,7 +26,7 @@ class NormsOfShown:
     Args:
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
-        counted: Which elements of a parameter this rank counts, whichever stage owns it.
+        counted: Chooses the elements of a parameter that this rank counts, whichever stage owns it.
         shards: How parameters are sharded.
         waiting: Context for waits on other ranks.
     """
@@ -90,7 +90,7 @@ class NormsOfShown:
         """Whether the norm of the only gradient of this stage is asked for by itself, and not as its part of the model's.
 
         Raises:
-            UnsupportedError: That cannot be told.
+            UnsupportedError: The call does not tell.
         """
         found = clips_one()
         if found is None:

@@ -22,7 +22,7 @@ class Owner(Protocol):
 
     @property
     def counted(self) -> CountRule:
-        """Which elements of a parameter this rank counts in a norm."""
+        """Rule for the elements of a parameter that this rank counts in a norm."""
         ...
 
     @property

@@ -30,10 +30,11 @@ class StageFactors:
 
     Args:
         mesh: This rank's mesh.
-        settings: Of this rank's optimizers.
+        settings: Settings of this rank's optimizers.
 
     Attributes:
-        lag: After how many more of `settle` words are compared, if not by `judge` before, so that no stage waits for another.
+        lag: Number of later calls of `settle` after which words are compared, if not by `judge` before, so that no
+            stage waits.
     """
 
     def __init__(self, mesh: Mesh, settings: OptimizerSettings) -> None:
@@ -43,7 +44,7 @@ class StageFactors:
         self._under_way: deque[tuple[list[Tensor], dist.Work | None, bool]] = deque()
 
     def begin(self) -> None:
-        """New gradients."""
+        """Begin anew for new gradients."""
         self._taken.clear()
 
     def take(self, name: str, power: Callable[[], Tensor | None]) -> None:
@@ -114,7 +115,7 @@ class StageFactors:
         """Compare factors.
 
         Args:
-            words: Of ranks of this model copy.
+            words: Words of the ranks of this model copy.
 
         Raises:
             UnsupportedError: They differ.
@@ -136,7 +137,7 @@ def _factor(word: int) -> float:
 
 
 def _word(before: Tensor, now: Tensor) -> Tensor:
-    """Of the sums of squares of gradients, f64[n]: 0 unless all were scaled alike; 1 if all were cleared."""
+    """Word for sums of squares of gradients, f64[n]: 0 unless all were scaled alike; 1 if all were cleared."""
     kept = (before > 0) & (now > 0)
     logs = 0.5 * (torch.where(kept, now, 1.0).log() - torch.where(kept, before, 1.0).log())
     least, most = torch.where(kept, logs, math.inf).min(), torch.where(kept, logs, -math.inf).max()

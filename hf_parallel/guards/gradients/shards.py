@@ -13,7 +13,7 @@ from hf_parallel.mesh import Mesh
 
 
 class Shards:
-    """Which stage counts a parameter, and which ranks hold shards of it.
+    """Says which stage counts a parameter, and which ranks hold shards of it.
 
     Args:
         ledger: The model's ledger.

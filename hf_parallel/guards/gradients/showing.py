@@ -40,9 +40,9 @@ class ShownGradients(NormsOfShown):
         ledger: The model's ledger.
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
-        counted: Which elements of a parameter this rank counts in its norm, whichever stage owns it.
+        counted: Chooses the elements of a parameter that this rank counts in its norm, whichever stage owns it.
         waiting: Context for waits on other ranks.
-        settings: Of this rank's optimizers.
+        settings: Settings of this rank's optimizers.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ShownGradients(NormsOfShown):
     # -- when ----------------------------------------------------------------------------------------------------
 
     def partition(self, zero: ZeroPartition) -> None:
-        """From now on the optimizer has the gradients of some parameters in parts."""
+        """Note that the optimizer has the gradients of some parameters in parts from now on."""
         self._zero = zero
         for shard in zero.shards:
             for position, (name, param) in enumerate(zip(shard.bucket.names, shard.bucket.params, strict=True)):
@@ -293,7 +293,7 @@ class ShownGradients(NormsOfShown):
         """The optimizer's gradients are cleared: where they are in parts, so are those that parameters have or show.
 
         Args:
-            set_to_none: As of `zero_grad`.
+            set_to_none: Argument of `zero_grad`.
         """
         for flat in self._flat.values():
             gradient = flat.parameter.grad

@@ -16,7 +16,7 @@ _GRAD: Any = Tensor.grad  # the descriptor, which `map` calls without a loop of 
 
 
 class StandIns:
-    """Of each parameter in a step: later batches add to the same gradient, which keeps its stand-in.
+    """Stand-ins for the gradients in a step: later batches add to the same gradient, which keeps its stand-in.
 
     Args:
         make: Makes the stand-in for a gradient of a parameter, which has a name.
@@ -27,14 +27,14 @@ class StandIns:
         self.forget()
 
     def forget(self) -> None:
-        """They would keep the gradients of a step that is over."""
+        """Forget the stand-ins, which would keep the gradients of a step that is over."""
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._behind: list[Tensor | None] = []
         self._stands: list[SharedGradient | None] = []
 
     def named(self) -> Mapping[str, SharedGradient]:
-        """Those that there are."""
+        """Stand-ins that exist now, by name of the parameter."""
         pairs = zip(self._names, self._stands, strict=True)
         return {name: stand for name, stand in pairs if stand is not None}
 

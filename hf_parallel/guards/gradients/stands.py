@@ -15,7 +15,7 @@ class Part(Protocol):
     """Where a gradient really is.
 
     Attributes:
-        name: Of the parameter.
+        name: Name of the parameter.
         owned: Whether this rank's stage counts it in the norm of the model.
         is_shard: Whether `tensor` gives a shard of the parameter's gradient.
         is_summand: Whether other ranks have the rest of a sum that is not made yet.
@@ -28,7 +28,7 @@ class Part(Protocol):
 
     @property
     def sharded_dim(self) -> int | None:
-        """Along which dimension it is a shard."""
+        """Dim along which it is a shard."""
         ...
 
     @property

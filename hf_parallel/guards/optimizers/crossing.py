@@ -35,15 +35,15 @@ class CannotTry(Exception):
 
 
 def crosses_parameters(optimizer: optim.Optimizer) -> bool:
-    """Whether half of its parameters move differently when the gradients of the other half are different, or numbers of its groups do.
+    """Whether half of the parameters, or numbers of groups, change when the gradients of the other half are different.
 
     Neither the optimizer nor its parameters are changed; random states are put back.
 
     Args:
-        optimizer: Of any class, before its first step.
+        optimizer: Optimizer of any class, before its first step.
 
     Raises:
-        CannotTry: That cannot be found out.
+        CannotTry: The trial cannot decide it.
     """
     any_moved = False
     with _trying(optimizer):
@@ -166,10 +166,10 @@ def _steps(
     """How parameters moved in a few steps, and the copy that took them.
 
     Args:
-        optimizer: Which is copied.
-        size: Of the elements of gradients.
-        others: What the gradients of every second parameter are multiplied with in every second step.
-        without: So many parameters are taken out first.
+        optimizer: Optimizer, which is copied.
+        size: Size of the elements of gradients.
+        others: Factor for the gradients of every second parameter in every second step.
+        without: Number of parameters that are taken out first.
     """
     stepper, parameters = _tiny(optimizer)
     for parameter in parameters[:without]:

@@ -1,4 +1,4 @@
-"""Which optimizers may update a part of a tensor: those that treat every element by itself.
+"""Judge whether an optimizer may update a part of a tensor: whether it treats every element by itself.
 
 Others (Adafactor, LAMB, Muon, ...) use norms or factors of the whole tensor and would train silently wrong on a part of
 it. What counts is the class that computes, not its name.

@@ -144,7 +144,7 @@ class _Place:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing was done."""
+        """Forget the numbers that were taken of it, and that it was removed."""
         self.numbers: dict[Any, tuple[Any, Any]] = {}
         self.is_removed = False
 

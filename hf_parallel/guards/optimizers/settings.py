@@ -61,7 +61,7 @@ class OptimizerSettings:
         self._stages_differ = False  # by what user code has made: groups of single blocks, say
 
     def add(self, optimizer: Optimizer) -> None:
-        """From now on its groups count."""
+        """Count the groups of another optimizer too."""
         if not any(one is optimizer for one in self._optimizers):
             self._optimizers.append(optimizer)
 
@@ -80,39 +80,39 @@ class OptimizerSettings:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & ((1 << BITS) - 1)
 
     def refuse_unlike(self, words: Sequence[int], known: Known | None = None) -> None:
-        """Compare them; collective over the model copy if they differ.
+        """Compare the settings; collective over the model copy if they differ.
 
         Args:
-            words: Of the ranks of this model copy.
-            known: What this rank's word is of, if that is not what is known now.
+            words: Words of the ranks of this model copy.
+            known: What this rank's word was made of, if that differs from what is known now.
 
         Raises:
-            RankMismatchError: On every rank, with a setting that differs.
+            RankMismatchError: Raised on every rank, with a setting that differs.
         """
         self._compare(words, self._mesh.copy_ranks, self._mesh.mp_group, self._mesh.shape.stage_size, known)
 
     def refuse_unlike_stages(self, words: Sequence[int]) -> None:
-        """Compare them before an optimizer steps; collective over the stages if they differ.
+        """Compare the settings before an optimizer steps; collective over the stages if they differ.
 
         Args:
-            words: Of the ranks of this rank's pipeline.
+            words: Words of the ranks of this rank's pipeline.
 
         Raises:
-            RankMismatchError: On each of these ranks, with a setting that differs.
+            RankMismatchError: Raised on each of these ranks, with a setting that differs.
         """
         size = self._mesh.shape.stage_size
         ranks = self._mesh.copy_ranks[self._mesh.place_in_copy % size :: size]
         self._compare(words, ranks, self._mesh.pp_group, 1)
 
     def refuse_unlike_parts(self, words: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Compare those of the ranks that share an optimizer; collective if they differ.
+        """Compare the settings of the ranks that share an optimizer; collective if they differ.
 
         Args:
-            words: Of the ranks of `group`.
+            words: Words of the ranks of `group`.
             group: These ranks.
 
         Raises:
-            RankMismatchError: On each of these ranks, with a setting that differs.
+            RankMismatchError: Raised on each of these ranks, with a setting that differs.
         """
         self._compare(words, dist.get_process_group_ranks(group), group, len(words))
 

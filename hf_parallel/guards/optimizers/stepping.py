@@ -33,7 +33,7 @@ def clears_both(optimizer: Optimizer, cleared: Callable[[bool], None]) -> None:
 
 
 class OwnHooks:
-    """Make it before our hooks are registered, and call `settle` after.
+    """Hooks of this package on an optimizer. Make it before they are registered, and call `settle` after.
 
     Args:
         optimizer: The optimizer.
@@ -49,7 +49,7 @@ class OwnHooks:
         self._depth = 0
 
     def settle(self) -> None:
-        """From now on those registered meanwhile run once a step."""
+        """Make hooks that were registered since construction run once per optimizer step, also when steps nest."""
         self._mine = [key for key in self._before if key not in self._others]
         for table in (self._before, self._after):
             for key in table:

@@ -32,7 +32,7 @@ class CommonWeights:
     """Digests of this rank's common weights, one slot each.
 
     Args:
-        ledger: Of the whole model.
+        ledger: Ledger of the whole model.
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
         arriving: Whether updated parameters may be on their way, so that they cannot be looked at.
@@ -72,7 +72,7 @@ class CommonWeights:
         """Compare what the ranks of this model copy hold.
 
         Args:
-            slots: Of each rank of the copy, in rank order.
+            slots: Slots of each rank of the copy, in rank order.
 
         Raises:
             RankMismatchError: Names a parameter and the ranks that differ; on every rank.

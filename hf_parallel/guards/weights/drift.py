@@ -86,10 +86,10 @@ def refuse_unlike_drops(rank: int) -> None:
     """Refuse gradients that a message has shown to be dropped on some ranks only.
 
     Args:
-        rank: That dropped others than the first rank that should have dropped the same; 0 if there is none.
+        rank: Rank that dropped others than the first rank that should have dropped the same; 0 if there is none.
 
     Raises:
-        RankMismatchError: There is one.
+        RankMismatchError: Such a rank exists.
     """
     if rank:
         raise RankMismatchError(

@@ -34,7 +34,7 @@ class Freezing:
 
     Args:
         model: The cut model.
-        ledger: Of the whole model.
+        ledger: Ledger of the whole model.
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
         replicas: Their buffers may be laid out for what was trained at the start. With ZeRO stages ask each other before each

@@ -138,11 +138,11 @@ def mark_parts(
     """Mark what the state dicts of a model and its modules have from now on, and its parameters; let it take a whole one.
 
     Args:
-        model: Of which this rank holds a part.
+        model: Model of which this rank holds a part.
         take_whole: Puts this rank's part in the place of whole tensors; given a state dict to change and the prefix of its keys.
         shard_of: Given a module, the attribute and a tensor of its state dict: what to show if it is sharded over tensor-parallel
             ranks, the same tensor or one that stands for the whole; None if it is not.
-        names_of_tied: Of each tensor here that has several names in the whole model, all of them.
+        names_of_tied: All names in the whole model of each tensor here that has several.
     """
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

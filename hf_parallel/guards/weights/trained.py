@@ -1,4 +1,4 @@
-"""Which parameters are trained (`requires_grad`) must be the same on all ranks that hold them, whenever user code changes it.
+"""Refuse ranks that train different parameters of those they share (`requires_grad`), whenever user code changes it.
 
 A shard that is frozen on one rank only, or a part of what ZeRO updates, trains another model. Digests of it ride on messages that
 are sent anyway. Replicas without ZeRO send nothing before their gradients, in buckets that would not fit each other: who

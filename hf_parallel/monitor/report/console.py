@@ -36,9 +36,9 @@ def parts_of(metrics: Mapping[str, float], step: int, max_steps: int) -> list[Pa
     """The line in pieces.
 
     Args:
-        metrics: Of `metrics_of`, or logs with these.
-        step: That has just ended.
-        max_steps: Of the run.
+        metrics: Metrics from `metrics_of`, or logs with these.
+        step: Number of the step that has just ended.
+        max_steps: Steps of the run.
     """
     own = {key.removeprefix(PREFIX): value for key, value in metrics.items() if key.startswith(PREFIX)}
     seconds = own["step_s"]
@@ -73,9 +73,9 @@ def line_of(metrics: Mapping[str, float], step: int, max_steps: int, stream: IO[
     """The line, in colours where a terminal shows it.
 
     Args:
-        metrics: Of `metrics_of`, or logs with these.
-        step: That has just ended.
-        max_steps: Of the run.
+        metrics: Metrics from `metrics_of`, or logs with these.
+        step: Number of the step that has just ended.
+        max_steps: Steps of the run.
         stream: Where it is written to; None: stdout.
     """
     parts, stream = parts_of(metrics, step, max_steps), stream or sys.stdout

@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one token, forward and backward; 0 if not known.
+    """FLOPs of one token, forward and backward; 0 if not known.
 
     Attributes:
-        model: What the model needs: no recomputation, no gradients of frozen weights.
-        hardware: With what is computed again.
+        model: FLOPs that the model needs: no recomputation, no gradients of frozen weights.
+        hardware: FLOPs with what is computed again.
     """
 
     model: float = 0.0
@@ -106,7 +106,7 @@ def expected_bytes(engine: Engine, config: HFParallelConfig, tokens: float) -> f
     Args:
         engine: The engine.
         config: The settings.
-        tokens: Of a microbatch.
+        tokens: Tokens of a microbatch.
     """
     expected = engine.expected
     activations = expected.activation_bytes[engine.mesh.pp_rank] if expected.activation_bytes else 0.0

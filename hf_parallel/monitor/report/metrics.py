@@ -24,11 +24,11 @@ class Job:
     """What the ranks told, and where they are.
 
     Args:
-        shape: Of the mesh.
+        shape: Shape of the mesh.
         choice: The schedule.
         expected: What the plans say.
-        told: Of every rank.
-        stages: Of every rank: stage -> seconds.
+        told: Means that each rank told.
+        stages: Seconds that each rank told: stage -> seconds.
     """
 
     shape: MeshShape
@@ -51,12 +51,12 @@ class Job:
 
     @property
     def wall_s(self) -> float:
-        """Of a step: that of the slowest rank."""
+        """Seconds of a step on the slowest rank."""
         return max(one.wall_s for one in self.told)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole job. The ranks of a model copy read the same tokens."""
+        """Tokens per second of the whole job. The ranks of a model copy read the same tokens."""
         read = sum(self.told[self.shape.rank_at(replica, 0, 0)].tokens for replica in range(self.shape.dp_size))
         return read / self.wall_s if self.wall_s else 0.0
 
@@ -152,7 +152,7 @@ def _bubbles(job: Job) -> dict[str, float]:
 
 
 def bubbles_of_ranks(job: Job) -> list[float]:
-    """Of each pipeline rank, the mean of its replicas and shards."""
+    """Idle share of each pipeline rank: the mean of its replicas and shards."""
     own: list[list[float]] = [[] for _ in range(job.shape.pp_size)]
     for rank, one in enumerate(job.told):
         own[job.shape.coordinates(rank)[1]].append(one.bubble)

@@ -47,13 +47,13 @@ MOST_POINTS: Final = 2000  # logged steps that the report keeps
 
 
 class Monitor:
-    """Of one rank; all ranks call its methods at the same steps.
+    """Monitor of one rank; all ranks call its methods at the same steps.
 
     Args:
-        engine: Whose recorder is read.
+        engine: Engine whose recorder is read.
         config: The settings.
         choice: The schedule.
-        folder: Where trace and report go.
+        folder: Folder for trace and report.
     """
 
     def __init__(self, engine: Engine, config: HFParallelConfig, choice: ScheduleChoice, folder: Path) -> None:
@@ -108,7 +108,7 @@ class Monitor:
         """The step is over; collective where it logs, and every few steps.
 
         Args:
-            number: Of the step.
+            number: Number of the step.
             logs: Whether the Trainer logs it.
         """
         if not self.recorder.is_open:
@@ -131,7 +131,7 @@ class Monitor:
         """The Trainer logs an epoch that is over; collective.
 
         Args:
-            number: Of its last step.
+            number: Number of the epoch's last step.
         """
         self._metrics = {}
         self._take(waits=True)
@@ -260,7 +260,7 @@ class Monitor:
             return clock_offsets(self._gloo())
 
     def _collected(self, mine: Any) -> list[Any]:
-        """Of every rank, on rank 0."""
+        """Gather the objects of every rank on rank 0."""
         if self._mesh.shape.world_size == 1:
             return [mine]
         everyone: list[Any] | None = [None] * self._mesh.shape.world_size if self._mesh.rank == 0 else None

@@ -57,12 +57,12 @@ def write_report(
     """Write both files; on rank 0.
 
     Args:
-        folder: Where to.
+        folder: Folder to write to.
         job: What the ranks told of the whole run.
         records: The last step of each rank.
-        offsets: Of their clocks.
+        offsets: Offsets of the ranks' clocks.
         history: The logged metrics.
-        settings: Of the run.
+        settings: Settings of the run.
         planned_ranks: What is planned for 1 rank and more.
 
     Returns:

@@ -69,7 +69,7 @@ def timeline(
     """Two rows a rank, planned above measured, on one axis of time, and the messages that were measured.
 
     Args:
-        names: Of the ranks.
+        names: Names of the ranks.
         planned: May be empty: then there is one row a rank.
         measured: What was measured.
         arrows: Messages between these ranks.
@@ -168,7 +168,7 @@ def beside(rows: Sequence[tuple[str, float, float]], unit: str) -> str:
 
     Args:
         rows: Name, planned and measured.
-        unit: Of the numbers.
+        unit: Unit of the numbers.
     """
     most = max((value for _, *both in rows for value in both), default=0.0) or 1.0
     block, parts = 2 * ROW + 10, []

@@ -42,10 +42,10 @@ class Scaled:
 
 
 def planned_scaling(engine: Engine, job: Job, seq_len: int) -> list[Scaled]:
-    """Of 1 rank up to those of the run; empty if the planner does not know the model or the device.
+    """Plan for 1 rank up to the ranks of the run; empty if the planner does not know the model or the device.
 
     Args:
-        engine: Of rank 0.
+        engine: Engine of rank 0.
         job: What the ranks told.
         seq_len: Tokens of a row.
     """
@@ -79,7 +79,7 @@ def scaling_picture(planned: Sequence[Scaled], ranks: int, measured: float) -> s
 
     Args:
         planned: By ranks, ascending; not empty.
-        ranks: Of the run.
+        ranks: Ranks of the run.
         measured: Tokens per second of the run.
     """
     first, most_ranks = planned[0], max(planned[-1].ranks, ranks)

@@ -1,4 +1,4 @@
-"""Which rank computes longer than its peers, and longer than its share of the plan."""
+"""Find ranks that compute longer than their peers, and longer than their share of the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Slow:
     """A rank that is slow.
 
     Attributes:
-        rank: Of the world.
+        rank: Rank in the world.
         ratio: Its seconds over the median of its peers'.
         by_plan: Whether its peers hold other stages.
     """
@@ -36,9 +36,9 @@ def slow_ranks(seconds: Sequence[float], shares: Sequence[float], shape: MeshSha
     others, and seconds are divided by the planned shares of the compute.
 
     Args:
-        seconds: Of each rank, of a step.
+        seconds: Seconds that each rank computes in a step.
         shares: Planned share of each pipeline rank.
-        shape: Of the mesh.
+        shape: Shape of the mesh.
         factor: Above 1.
     """
     pp_rank_of = [shape.coordinates(rank)[1] for rank in range(shape.world_size)]

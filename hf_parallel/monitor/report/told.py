@@ -16,33 +16,33 @@ MESSAGES = ("receive F", "receive B", "drain", "send F", "send B")
 
 @dataclass(frozen=True)
 class Told:
-    """Of one rank; seconds and bytes are means of a step.
+    """Means that one rank tells the others; seconds and bytes are those of a step.
 
     Attributes:
-        steps: That it is about.
-        wall_s: Of a step.
-        tokens: Of a step, in the batches that this rank has read.
-        microbatches: Forwards of its first stage.
-        busy_s: In which it computed.
-        window_s: In which schedules ran.
-        typical_s: Lower quartile of what it computed itself, of the last steps.
-        data_s: Waits for the data loader.
-        optimizer_s: Updates.
-        messages_s: Waits for neighbouring stages, those that a schedule has anyway included.
-        reduced_s: Waits for replicas.
-        shared_s: Sums of gradients that stages share.
-        layers_s: Waits of sharded layers.
-        sequence_s: For the ranks that share rows.
-        experts_s: For the ranks that share experts.
+        steps: Number of optimizer steps in the means.
+        wall_s: Seconds of a step.
+        tokens: Tokens of a step, in the batches that this rank has read.
+        microbatches: Number of forwards of its first stage.
+        busy_s: Seconds of computing per step.
+        window_s: Seconds per step in which schedules ran.
+        typical_s: Lower quartile of the seconds that it computed itself, over the last steps.
+        data_s: Seconds of waits for the data loader.
+        optimizer_s: Seconds of updates.
+        messages_s: Seconds of waits for neighbouring stages, those that a schedule has anyway included.
+        reduced_s: Seconds of waits for replicas.
+        shared_s: Seconds of sums of gradients that stages share.
+        layers_s: Seconds of waits in sharded layers.
+        sequence_s: Seconds of waits for the ranks that share rows.
+        experts_s: Seconds of waits for the ranks that share experts.
         sent_dp: Bytes handed to collectives over replicas.
-        sent_pp: To neighbours and other stages.
-        sent_tp: In sharded layers.
-        sent_sp: Of parts of rows.
-        sent_ep: Of tokens for experts.
-        memory_bytes: Most so far.
-        expected_bytes: Of states and activations.
-        flops: Of a token, by the model; 0 if not known.
-        hardware_flops: With what is computed again.
+        sent_pp: Bytes sent to neighbours and other stages.
+        sent_tp: Bytes sent in sharded layers.
+        sent_sp: Bytes sent for parts of rows.
+        sent_ep: Bytes sent for tokens that go to experts.
+        memory_bytes: Largest number of bytes so far.
+        expected_bytes: Bytes expected for states and activations.
+        flops: FLOPs of a token, by the model; 0 if not known.
+        hardware_flops: FLOPs of a token with what is computed again.
         peak: FLOP/s of the device; 0 if not known.
     """
 
@@ -105,7 +105,7 @@ def summed(sums: Sums, typical_s: float, **others: float) -> Told:
     """The means of some steps.
 
     Args:
-        sums: Of the steps.
+        sums: Sums over the steps.
         typical_s: See `Told`.
         **others: Fields that records do not have.
     """
@@ -139,8 +139,8 @@ def encoded(told: Told, sums: Sums, stages: Sequence[int], most: int) -> list[fl
 
     Args:
         told: What is told.
-        sums: Of the same steps.
-        stages: Of this rank.
+        sums: Sums over the same steps.
+        stages: Stages of this rank.
         most: Stages of the rank with most.
     """
     values = [float(value) for value in asdict(told).values()]

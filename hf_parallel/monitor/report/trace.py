@@ -32,7 +32,7 @@ class Offset:
 
 
 def clock_offsets(group: dist.ProcessGroup) -> list[Offset]:
-    """Of every rank, on rank 0; empty elsewhere. Collective over a group of gloo, and of the world.
+    """Clock offset of every rank, on rank 0; empty elsewhere. Collective over a group of gloo, and of the world.
 
     Rank 0 sends each rank a message, which comes back with that rank's clock; the shortest of a few round trips counts.
     """
@@ -107,9 +107,9 @@ def chrome_trace(
     """The events of all ranks: a process is a rank, a thread is a lane.
 
     Args:
-        records: Of each rank.
-        offsets: Of each rank.
-        shape: Of the mesh.
+        records: Records of each rank.
+        offsets: Clock offset of each rank.
+        shape: Shape of the mesh.
         placement: Pipeline rank of each stage.
     """
     events: list[dict[str, Any]] = []

@@ -123,8 +123,8 @@ def embedding_gradient(
         batch: Its inputs, without labels.
         scale: What the sum is multiplied with.
         trains: Whether modules are in training mode.
-        row: Which row of a larger batch the first one is: it has the weights that it has there.
-        seed: Of what the model draws.
+        row: Position of the first row in a larger batch, whose weight it has.
+        seed: Seed of what the model draws.
 
     Returns:
         None if no embedding of tokens runs.

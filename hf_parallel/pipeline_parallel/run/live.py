@@ -27,7 +27,7 @@ class Live:
         leaves: The received tensors that require a gradient.
         roots: Where the backward starts, None for a tensor that requires no gradient. Edges of the graph, not tensors,
             so that a payload's memory is free once it has been sent.
-        specs: Of the gradients that come back for the payload; empty on the last stage.
+        specs: Specs of the gradients that come back for the payload; empty on the last stage.
         pending: Weight gradients that the input backward deferred.
     """
 
@@ -67,7 +67,7 @@ class Stream:
 
     Attributes:
         inputs: Model inputs of each that is under way, the same on all stages.
-        losses: Of those that have passed the last stage, where it is (0-d).
+        losses: Losses of the microbatches that have passed the last stage, on ranks that hold it (0-d).
         loss_of: ``loss_of(output, number)`` gives the normalised scalar loss on the last stage.
         before: Called before every forward and backward.
         after: Called after every backward.

@@ -169,7 +169,7 @@ def make_transport(kind: TransportKind, device: torch.device, group: dist.Proces
     Args:
         kind: "direct", "host", or "auto": direct where the group's backend takes tensors of the device, else host.
         device: Where the stages' tensors live.
-        group: Of the two ranks, for this direction alone.
+        group: Group of the two ranks, for this direction alone.
 
     Raises:
         UnsupportedError: If the group's backend cannot carry the tensors that way.

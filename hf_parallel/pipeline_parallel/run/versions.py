@@ -69,7 +69,7 @@ class WeightVersions:
         self._lone = list(range(len(self._parameters)))  # positions of those in no buffer
 
     def lie_in(self, buffers: Sequence[FlatBuffer]) -> None:
-        """From now on the weights of each version lie in buffers, as the parameters do that were moved there."""
+        """Move the weights of each version into buffers, as the parameters were moved there."""
         newest = self.recent[-1]
         for buffer in buffers:
             flats = [

@@ -75,7 +75,7 @@ def delays_of(name: str, pp_size: int, *, vertical_sync: bool = True) -> tuple[i
 
 
 def empty(pp_size: int) -> Done:
-    """Nothing of a window is done, on any rank."""
+    """The state in which no rank has done anything of a window."""
     return ((0, 0),) * pp_size
 
 
@@ -108,9 +108,9 @@ def several_steps(name: str, pp_size: int, num_microbatches: int, steps: int) ->
     """Return what each rank does in some optimizer steps, from an empty pipeline to an empty one; to be drawn and timed.
 
     Args:
-        name: Of the schedule.
+        name: Name of the schedule.
         pp_size: Number of ranks.
-        num_microbatches: Of an optimizer step; 1 for `pipedream`.
+        num_microbatches: Microbatches of an optimizer step; 1 for `pipedream`.
         steps: Optimizer steps.
     """
     windows, done = 1 + delay_of(name, pp_size), empty(pp_size)

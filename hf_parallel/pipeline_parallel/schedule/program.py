@@ -40,7 +40,7 @@ def program_of(schedule: Schedule, rank: int, send_window: int = 2) -> Program:
 
     Args:
         schedule: The actions of each rank.
-        rank: Which of them.
+        rank: Pipeline rank.
         send_window: What `required_send_window` found for the schedule.
     """
     peers = [peer for peer in range(len(schedule)) if peer != rank]

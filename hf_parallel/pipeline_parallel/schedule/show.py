@@ -90,7 +90,7 @@ def write_picture(path: str | Path, results: Mapping[str, Simulation], kind: Lit
     Args:
         path: The file to write.
         results: Title to timed schedule.
-        kind: Of the file, whatever its name.
+        kind: Format of the file, whatever its name.
 
     Raises:
         UnsupportedError: If matplotlib is not installed.

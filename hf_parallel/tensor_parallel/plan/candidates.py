@@ -95,7 +95,7 @@ def expert_candidates(draft: Draft) -> list[Candidate]:
 
 
 def expert_owners(draft: Draft) -> dict[str, list[str]]:
-    """Those of `matrix_owners` with several matrices, or a stack of them, of which nothing is decided."""
+    """The entries of `matrix_owners` with several matrices, or a stack of them, about which nothing is decided yet."""
     return {
         owner: keys
         for owner, keys in matrix_owners(draft).items()

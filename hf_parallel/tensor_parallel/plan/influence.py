@@ -1,4 +1,4 @@
-"""Which elements of a block's tensors each part of the row's input depends on, measured by differentiating the block.
+"""Measure, by differentiating a block, the elements of its tensors on which each part of the row's input depends.
 
 Cut the input of a row linear into one part per rank. Where the gradient of a part with respect to an element of a
 parameter is zero, the rank that owns the part does not need the element. So the layouts of fused, grouped, interleaved

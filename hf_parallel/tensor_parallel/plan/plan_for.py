@@ -114,7 +114,7 @@ def narrow_blueprint(blueprint: Blueprint, sample: Mapping[str, Any], parts: int
     """The blueprint of a narrow model of the same structure (see `model.narrow`); None where there is none.
 
     Args:
-        blueprint: Of the wide model, which is not given values.
+        blueprint: Blueprint of the wide model, which is not given values.
         sample: A batch of text.
         parts: A width that is divisible by so many stays so, and one that is not stays not.
     """
@@ -170,9 +170,9 @@ class _Reduced:
     """A model with fewer blocks, which show every kind.
 
     Args:
-        blueprint: Of a config with fewer blocks.
-        model: Its model on the meta device.
-        blocks: Which of its blocks stands for which of the full model.
+        blueprint: Blueprint with a config of fewer blocks.
+        model: The model of the blueprint, on the meta device.
+        blocks: Says which of its blocks stands for which of the full model.
     """
 
     blueprint: Blueprint

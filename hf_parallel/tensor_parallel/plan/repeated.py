@@ -15,7 +15,7 @@ from hf_parallel.tensor_parallel.shard_plan import TPPlan, in_order
 
 @dataclass(frozen=True)
 class Repetition:
-    """Which block of a small model stands for which blocks of a full one.
+    """Says which block of a small model stands for which blocks of a full one.
 
     Args:
         stacks: Names of the lists of blocks, the same in both.

@@ -1,4 +1,4 @@
-"""Which parts of which blocks can run on parts of the sequence: proposed from the plan's pairs, proved by running them.
+"""Find the parts of blocks that can run on parts of the sequence: proposed from the plan's pairs, proved by a run.
 
 A region is a module that runs on the whole sequence: for each pair the innermost one that can be, so that its columns
 share one gathered input and its row reduce-scatters. What is outside of all regions runs on a part. A proposal is
@@ -133,7 +133,7 @@ class _Trial:
         block: A copy of it.
         plan: Its part of the plan, by relative names.
         flow: Where the hidden states are.
-        name: Of the block in the model.
+        name: Name of the block in the model.
     """
 
     def __init__(self, block: Block, plan: TPPlan, flow: HiddenFlow, name: str) -> None:

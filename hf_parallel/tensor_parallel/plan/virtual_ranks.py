@@ -53,12 +53,12 @@ def run_virtual_ranks(groups: Sequence[VirtualGroup], main: Callable[[int], T]) 
 def run_sharded(
     copies: Callable[[], nn.Module], plan: TPPlan, timeout_s: float, main: Callable[[nn.Module], T]
 ) -> list[T]:
-    """`main` of every rank's part of a module, results in rank order.
+    """Run `main` on every rank's part of a module; return the results in rank order.
 
     Args:
         copies: Makes a whole module of its own for a rank.
-        plan: Of the module.
-        timeout_s: As for `virtual_groups`.
+        plan: Plan of the module.
+        timeout_s: The same as for `virtual_groups`.
         main: Runs a part; its collectives meet those of the other ranks.
     """
     groups = virtual_groups(plan.tp_size, timeout_s)

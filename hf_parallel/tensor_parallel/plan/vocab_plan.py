@@ -1,4 +1,4 @@
-"""Which of a model's embedding and head can be sharded over the vocabulary: found by running them, not by name.
+"""Find out, by running them, whether a model's embedding and head can be sharded over the vocabulary.
 
 An embedding qualifies if the parts that the ranks look up sum to what it returns. A head qualifies if everything that
 the model does to its output before `loss_function` commutes with cutting the vocabulary (scales, caps, biases do; a
@@ -58,7 +58,7 @@ class Ends:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that the model has."""
+        """Names of the embedding and the head, as far as the plan shards them."""
         return tuple(name for name in (self.embedding, self.head) if name)
 
 

@@ -1,4 +1,4 @@
-"""Which modules of experts can be distributed expert by expert, and the proposal that does it; `verify` decides."""
+"""Find modules of experts that can be distributed expert by expert, and propose it; `verify` decides."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def install_adapters(
     Args:
         model: The model.
         plan: Its plan.
-        shared: That of the sharded layers.
-        seeds: The model's.
+        shared: Shared copy of the sharded layers.
+        seeds: Seeds of the model's pairs.
         tp_rank: This rank.
         holds: Whether this stage holds the parameter of that name.
     """

@@ -71,7 +71,7 @@ class Metered:
     Args:
         bare: The group.
         recorder: Counts their bytes and keeps when they were.
-        axis: That the group is along.
+        axis: Axis of the mesh along which the group is.
     """
 
     def __init__(self, bare: ProcessGroup, recorder: Recorder, axis: Literal["tp", "ep"] = "tp") -> None:
@@ -128,7 +128,7 @@ def reduce_from_tp(x: Tensor, group: TPGroup, *, widens: bool = False, dtype: to
         x: This rank's partial sum, of any shape.
         group: The tensor-parallel group; all its ranks must call this. One all-reduce of `x` per forward pass.
         widens: Whether half-precision tensors are summed in fp32.
-        dtype: Of the result; None for that of `x`.
+        dtype: Dtype of the result; None for that of `x`.
     """
     result: Tensor = _ReduceFromTP.apply(x, group, widens, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return result

@@ -1,4 +1,4 @@
-"""Which tensors are this rank's parts of parameters, or were made of parts element by element; and the whole of them."""
+"""Track tensors that are this rank's parts of parameters, or were made of them element by element."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def column_product(shared: SharedCopy, x: Tensor, weight: Tensor, bias: Tensor |
     layers that read `x` one after the other.
 
     Args:
-        shared: Of the model; it knows the last input.
+        shared: Shared copy of the model; it knows the last input.
         x: f[... in], equal on all ranks.
         weight: This rank's part, [out in], or [in out] if `transposed`.
         bias: f[out], this rank's part.

@@ -328,8 +328,8 @@ def shard_of(module: nn.Module, key: str, tensor: Tensor) -> Tensor | None:
     """What a state dict shows of a shard: itself, or inside a loss of the user's, as `model.parameters()` there, the whole.
 
     Args:
-        module: Which has it.
-        key: Its attribute.
+        module: Module that has the shard.
+        key: Attribute of the module that is the shard.
         tensor: The shard, or None is the answer.
     """
     owned: Owned | None = vars(module).get("tp_owned", {}).get(key)

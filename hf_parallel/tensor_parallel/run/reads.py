@@ -73,7 +73,7 @@ def install_reads(
 
 
 def _named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """As of the module's class; stand-ins for the sharded ones inside a loss of the user's."""
+    """Named parameters as the class gives them; inside a user's loss, stand-ins take the place of the sharded ones."""
     reads: Reads = self.__dict__["tp_reads_here"]
     prefix = args[0] if args else kwargs.get("prefix", "")
     for name, parameter in type(self).named_parameters(self, *args, **kwargs):

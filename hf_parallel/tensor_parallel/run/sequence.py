@@ -187,7 +187,7 @@ def install_regions(
     Args:
         model: The model; `install_blocks` was called or is called here.
         plan: Its plan.
-        shared: That of the sharded layers.
+        shared: Shared copy of the sharded layers.
         holds: Whether this stage holds the parameter of that name.
         seeds: Random numbers inside pairs.
     """

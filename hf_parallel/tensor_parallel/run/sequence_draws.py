@@ -21,7 +21,9 @@ from hf_parallel.tensor_parallel.run.shard_seeds import PairSeeds
 
 
 class Draws:
-    """Which of the two streams is the process's; does nothing in evaluation and on virtual ranks, which share one.
+    """Switches the process between two random streams.
+
+    Does nothing in evaluation and on virtual ranks, which share one.
 
     Args:
         group: The tensor-parallel group.

@@ -79,7 +79,7 @@ def reduce_scatter_to_sequence(
         dim: The sequence dim.
         sizes: Positions of every rank; they sum to S.
         widens: Whether half-precision tensors are summed in fp32.
-        dtype: Of the result; None for that of `x`.
+        dtype: Dtype of the result; None for that of `x`.
     """
     result: Tensor = _ReduceScatter.apply(x, (group, dim, sizes), widens, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return result

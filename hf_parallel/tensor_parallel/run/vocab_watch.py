@@ -25,11 +25,11 @@ class VocabMode:
     """Whether the head leaves its output local now; one object a model, kept as `tp_vocab` on model and head.
 
     Args:
-        local: Whether it does.
+        local: Whether the head leaves its output local.
         heads: Outputs that the head left local in the forward that runs.
         losses: Calls of the loss function in it.
         fits: Names of arguments -> whether a forward with them uses local logits for the loss function alone.
-        watch: Of a forward that is watched.
+        watch: Watch of a forward that is being watched; None otherwise.
         warned: Whether the warning about a replaced loss function was given.
     """
 

@@ -89,8 +89,8 @@ class Owned:
     Args:
         name: Its first name in the model.
         spec: How it is sharded.
-        reads: Of the model.
-        scope: Where the part itself is meant.
+        reads: Reads of the model.
+        scope: Tells where the part itself is meant.
     """
 
     name: str
