@@ -79,7 +79,7 @@ class Choice:
     def is_chosen(self) -> bool:
         """Whether the recipe is the first plan, as fast as it, or the offload that would make the model fit."""
         if self.first is None:
-            return self.own.offload_param != "none" and "'offload_param': 'cpu'" in self.words
+            return self.own.offload_param != "none" and "offload_param=cpu" in self.words
         return self.fits and self.step_s <= self.first_s * (1 + TIE)
 
 
