@@ -36,11 +36,11 @@ class Missed:
 
 
 class SharedCounts:
-    """Which parameters took fewer steps than their part counts.
+    """Knows which parameters took fewer steps than their part counts.
 
     Args:
         optimizer: Has the flat parts.
-        stage: Of ZeRO, for messages.
+        stage: ZeRO's, for messages.
 
     Attributes:
         missed: Name -> what it lacks.
@@ -62,7 +62,7 @@ class SharedCounts:
         Args:
             shards: The parts.
             absent_names: Names of parameters without a gradient on any rank.
-            dropped: Those of them whose gradients user code has dropped.
+            dropped: Names of those whose gradients user code has dropped.
 
         Raises:
             UnsupportedError: A parameter that missed a step because user code wanted it is stepped on again.
@@ -86,7 +86,7 @@ class SharedCounts:
         """What is one number for a part, as it is for one of its parameters.
 
         Raises:
-            UnsupportedError: That cannot be known.
+            UnsupportedError: The numbers of this parameter cannot be known.
         """
         missed = self.missed.get(name)
         if missed is None or COUNT not in state:

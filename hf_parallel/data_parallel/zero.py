@@ -69,7 +69,7 @@ class ZeroPartition:
         copies: Sums this rank's part over the copies of the optimizer state; None if there is one copy.
         gathered_bytes: Bytes of updated parameters that this rank handed to gathers so far.
         absent_names: Names of parameters that have no gradient on any rank.
-        counts: Which parameters took fewer steps than their part counts.
+        counts: Knows which parameters took fewer steps than their part counts.
         drops: A digest of the gradients that user code has dropped before steps until now; the same on all ranks of a part.
 
     Raises:

@@ -383,6 +383,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         session.meeting.meet("accelerator.get_state_dict()")
         attachment.gradients.replicas.synchronise()
+        attachment.gradients.refuse_replaced()
         # What is gathered is of all stages.
         with set_aside(*engine.watching), session.watchdog.waiting("waits for the weights of the other ranks"):
             state = gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, session.mesh)

@@ -195,6 +195,7 @@ def state_to_write(engine: Engine, *, everything: bool = False) -> dict[str, Any
         return whole_state(engine)
     attachment = engine.attachment
     attachment.gradients.replicas.synchronise()
+    attachment.gradients.refuse_replaced()
     held = {**attachment.parameters, **attachment.buffers}
     with attachment.watchdog.waiting("waits for the adapters of the other ranks"):
         return gather_adapters(engine.model, attachment.ledger, held, engine.mesh, everything=everything)
@@ -204,6 +205,7 @@ def whole_state(engine: Engine) -> dict[str, Any]:
     """The full model's weights on world rank 0, {} elsewhere; collective."""
     attachment = engine.attachment
     attachment.gradients.replicas.synchronise()
+    attachment.gradients.refuse_replaced()
     with attachment.watchdog.waiting("waits for the weights of the other ranks"):
         return gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, engine.mesh)
 
@@ -213,6 +215,7 @@ def _stream(engine: Engine, folder: Path, save: Callable[..., Any], **options: A
     attachment = engine.attachment
     model: Any = engine.model
     attachment.gradients.replicas.synchronise()
+    attachment.gradients.refuse_replaced()
     engine.complete_config()
     staging, export, writes = folder / STAGING, plan_export(model, attachment.ledger, **options), engine.mesh.rank == 0
     waiting = attachment.watchdog.waiting

@@ -37,8 +37,8 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
     axes = "pp_size, tp_size and ep_size" if config.ep_size > 1 else "pp_size and tp_size"
     if config.splits_model and not kind.__module__.startswith(ON_STAGES):
         found.append(
-            f"{kind.__name__} with {sizes}: it generates text while it trains, or asks other models, for which a process needs the "
-            "whole model; of TRL's trainers SFT, DPO, KTO, CPO, ORPO and Reward train on stages and shards. Set "
+            f"{kind.__name__} with {sizes}: it is not known to be exact (many of TRL's trainers generate text while they train, or ask "
+            "other models, for which a process needs the whole model); of TRL's trainers SFT, DPO, KTO, CPO, ORPO and Reward train on stages and shards. Set "
             f"{axes} to 1 (replicas, ZeRO), or generate the data first and train on it with one of these."
         )
     shared = config.keeps_parts

@@ -125,6 +125,15 @@ class GradientSync:
             self.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
 
+    def refuse_replaced(self) -> None:
+        """Weights are gathered next: those that were prepared.
+
+        Raises:
+            UnsupportedError: Names a parameter or a module that was replaced since.
+        """
+        if self._weights is not None:
+            self._weights.check_objects()
+
     def _before_gathering(self, model: torch.nn.Module, inputs: object) -> None:
         if self._weights is not None and model.training and torch.is_grad_enabled() and not self.in_window:
             self._weights.check()

@@ -48,21 +48,7 @@ class WeightGuard:
         Raises:
             UnsupportedError: Names a module or parameter that another has replaced, or that was given another shape or type.
         """
-        for name, modules, key, module in self._modules:
-            if modules.get(key) is not module:
-                raise UnsupportedError(
-                    f"module {name} was replaced or taken out after the model was prepared: optimizer, gradient reduction and "
-                    "checkpoints hold the parameters of the one before. Change the model before training, or change values in "
-                    "place (`with torch.no_grad(): parameter.copy_(new)`)."
-                )
-        for name, table, key, parameter in self._places:
-            found = table.get(key)
-            if found is not parameter and (found is None or found is not self._gathered_of(parameter)):
-                raise UnsupportedError(
-                    f"parameter {name} was replaced by another object after the model was prepared: optimizer, gradient "
-                    "reduction and checkpoints hold the one of before, so the new one would not be trained. Change its values "
-                    "(`with torch.no_grad(): parameter.copy_(new)`, or `parameter.data = new`), or replace it before training."
-                )
+        self.check_objects()
         for name, parameter, shape, dtype in self._kinds:
             if parameter.dtype != dtype:
                 raise UnsupportedError(
@@ -74,6 +60,29 @@ class WeightGuard:
                 raise UnsupportedError(
                     f"parameter {name} was given data of shape {tuple(parameter.shape)} after the model was prepared: this rank "
                     f"holds {tuple(shape)} of it. Assign this rank's part, or change weights before training."
+                )
+
+    def check_objects(self) -> None:
+        """Before weights are gathered to be saved, which may have been cast.
+
+        Raises:
+            UnsupportedError: Names a module or parameter that another has replaced.
+        """
+        for name, modules, key, module in self._modules:
+            if modules.get(key) is not module:
+                raise UnsupportedError(
+                    f"module {name} was replaced or taken out after the model was prepared: optimizer, gradient reduction and "
+                    "checkpoints hold the parameters of the one before. Change the model before training, or change values in "
+                    "place (`with torch.no_grad(): parameter.copy_(new)`); merge adapters in what was saved, not while ranks have "
+                    "parts of them."
+                )
+        for name, table, key, parameter in self._places:
+            found = table.get(key)
+            if found is not parameter and (found is None or found is not self._gathered_of(parameter)):
+                raise UnsupportedError(
+                    f"parameter {name} was replaced by another object after the model was prepared: optimizer, gradient "
+                    "reduction and checkpoints hold the one of before, so the new one would not be trained. Change its values "
+                    "(`with torch.no_grad(): parameter.copy_(new)`, or `parameter.data = new`), or replace it before training."
                 )
 
 

@@ -6,7 +6,6 @@ on the CPU.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.errors import PlanError
-from hf_parallel.model.copies import rebind_forwards
+from hf_parallel.model.copies import deep_copy, rebind_forwards
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.random_streams import generators_of
 from hf_parallel.model.tensors import map_tensors, tensors_in
@@ -138,7 +137,7 @@ def _copied(model: nn.Module) -> nn.Module:
         if p.device.type != "cpu" and type(p) is nn.Parameter
     }
     with undisturbed(model):
-        copied = copy.deepcopy(model, dict[int, Any](away))
+        copied = deep_copy(model, away)
         rebind_forwards(copied, model)
         copied = widen(copied.cpu()).eval()
     perturb(copied, only_constant=True)

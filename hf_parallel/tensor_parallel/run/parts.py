@@ -11,12 +11,14 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from hf_parallel.compat.private_torch import brings_into_file, in_backward_pass
@@ -182,7 +184,10 @@ class OnParts(TorchFunctionMode):
         args, kwargs = pytree.tree_map(lambda leaf: whole if leaf is part else leaf, (args, kwargs))
         mine = _cut(func(*args, **kwargs), owned)
         if func.__name__.endswith("_"):
-            return part.copy_(mine)
+            with (
+                torch.no_grad() if func.__module__ == init.__name__ else nullcontext()
+            ):  # as `torch.nn.init` does inside
+                return part.copy_(mine)
         self._known.note(mine, owned)
         return mine
 
