@@ -239,7 +239,7 @@ REFUSALS: dict[Callable[[int, str], None], str] = {
     r"tp rank 0 \(relative error 5\.0e-01\)",
     too_many_stages: r"PlanError: cannot pipeline .*at least 2 repeated blocks.*Use tensor parallel",
     too_long_a_split: r"PlanError: .*split=\[1, 1\].*4 blocks",
-    deepcopy_of_a_stage: r"UnsupportedError: copy\.deepcopy of a parallelized model.*before it is prepared",
+    deepcopy_of_a_stage: r"UnsupportedError: copy\.deepcopy of a parallelized model.*copies of this rank's weights by name",
     added_too_late: r"ConfigError: .*add_callback\(\).*callbacks=\[HFParallelCallback\(\)\]",
     half_of_the_parameters_clipped: r"UnsupportedError: clip_grad_norm_ on a part of the model.*model\.parameters\(\)",
 }

@@ -421,6 +421,7 @@ def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict
 
 def _refuse_copy(memo: object) -> NoReturn:
     raise UnsupportedError(
-        "copy.deepcopy of a parallelized model: its stages and shards belong to this rank's process groups. Copy the "
-        "model before it is prepared, or save it with trainer.save_model() and load that."
+        "copy.deepcopy of a parallelized model: its stages and shards belong to this rank's process groups. For a moving average keep "
+        "copies of this rank's weights by name ({n: p.detach().clone() for n, p in model.named_parameters()}), and write them back with "
+        "p.copy_ under torch.no_grad(); for a whole model save it with trainer.save_model() and load that."
     )

@@ -77,7 +77,7 @@ class Running:
                 f"{name} was read outside of the model's forward, but another pipeline rank holds it (pp_size above 1: each "
                 "rank has the weights of its own stages). Call the whole model and no part of it (model.model(...), a head or a block "
                 "by itself); compute a loss from logits (call the model without labels); give "
-                "the model input_ids instead of inputs_embeds; read the weights of a saved model; or set pp_size to 1."
+                "the model input_ids instead of inputs_embeds; read weights, or merge adapters, in a saved model; or set pp_size to 1."
             )
 
 
