@@ -184,9 +184,8 @@ class OnParts(TorchFunctionMode):
         args, kwargs = pytree.tree_map(lambda leaf: whole if leaf is part else leaf, (args, kwargs))
         mine = _cut(func(*args, **kwargs), owned)
         if func.__name__.endswith("_"):
-            with (
-                torch.no_grad() if func.__module__ == init.__name__ else nullcontext()
-            ):  # as `torch.nn.init` does inside
+            is_init = getattr(func, "__module__", None) == init.__name__
+            with torch.no_grad() if is_init else nullcontext():  # as `torch.nn.init` does inside
                 return part.copy_(mine)
         self._known.note(mine, owned)
         return mine
