@@ -20,7 +20,7 @@ from hf_parallel.dry_run.check_file import check_file
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine.facts import Machine
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.recipes import KEY, SECTION, find_recipe, list_recipes, load_recipe, read_section
+from hf_parallel.settings.recipes import KEY, SECTION, list_recipes, load_recipe
 from hf_parallel.settings.replica_sections import ZeroConfig
 
 
@@ -50,7 +50,7 @@ def test_deepspeed_gets_offload_and_buckets(tmp_path: Path) -> None:
         {"stage": 3, "offload_optimizer": "cpu", "offload_param": "nvme", "nvme_path": str(tmp_path)},
         data_parallel={"bucket_cap_mb": 100, "overlap": False},
     )
-    zero = to_deepspeed(config, FILE, zero_keys())["zero_optimization"]
+    zero = to_deepspeed(config, zero_keys())["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert zero["offload_param"] == {"device": "nvme", "pin_memory": True, "nvme_path": str(tmp_path)}
     assert (zero["reduce_bucket_size"], zero["overlap_comm"]) == (50 * 2**20, False)
@@ -62,7 +62,7 @@ def test_deepspeed_gets_offload_and_buckets(tmp_path: Path) -> None:
 def test_deepspeed_itself_takes_the_config(stage: int) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    zero = to_deepspeed(settings({"stage": stage}), FILE, zero_keys())["zero_optimization"]
+    zero = to_deepspeed(settings({"stage": stage}), zero_keys())["zero_optimization"]
     assert DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"}).stage == stage
 
 
@@ -84,7 +84,7 @@ def filled_in(config: dict[str, Any]) -> dict[str, Any]:
 def test_every_recipe_is_what_deepspeed_takes_or_is_refused_with_the_reason(name: str) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config, accelerate = load_recipe(name), read_section(find_recipe(name))[1]
+    config = load_recipe(name)
     foreign = {
         "pp_size": config.pp_size > 1,
         "tp_size": config.tp_size > 1,
@@ -96,11 +96,11 @@ def test_every_recipe_is_what_deepspeed_takes_or_is_refused_with_the_reason(name
     reasons = [key for key, asked in foreign.items() if asked]
     if reasons:
         with pytest.raises(ConfigError) as refused:
-            to_deepspeed(config, accelerate, zero_keys())
+            to_deepspeed(config, zero_keys())
         assert all(f"{key}" in str(refused.value) for key in reasons)
         assert "DeepSpeed cannot express it" in str(refused.value)
         return
-    exported = to_deepspeed(config, accelerate, zero_keys())
+    exported = to_deepspeed(config, zero_keys())
     taken = DeepSpeedConfig(filled_in(exported))
     assert taken.zero_config.stage == config.zero.stage
     assert taken.bfloat16_config.enabled
@@ -170,7 +170,7 @@ def test_accelerate_reads_what_is_written_for_it(zero: dict[str, Any], kind: str
 )  # fmt: skip
 def test_what_deepspeed_cannot_express_is_refused(values: dict[str, Any], zero: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        to_deepspeed(settings(zero, **values), FILE, zero_keys())
+        to_deepspeed(settings(zero, **values), zero_keys())
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ def test_the_published_activations_come_out(
     lean = layout | {"sequence_parallel": True, "recompute": "selective"}
     for given, expected in ((layout, whole), (lean, selective)):
         spec = layout_of(given)
-        kept, _ = kept_activations(model, spec, counts, placement(spec), 2048)
+        kept, _ = kept_activations(model, spec, counts, 2048)
         assert kept[0] / 2**30 == pytest.approx(expected, rel=0.05)
 
 
