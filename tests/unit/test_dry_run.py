@@ -151,7 +151,7 @@ def test_a_wide_model_needs_no_memory(tmp_path: Path) -> None:
         ("{zero: {stage: 1, engine: deepspeed}}", {}, "zero.engine=deepspeed: it trains with code of its own"),
         ("{pp_size: 2}", {"rank": 2}, "rank=2: the file starts 2 processes. Give a rank from 0 to 1"),
         ("{pp_size: 2}", {"rows": 0}, "rows=0: it is 1 or more"),
-        ("{pp_size: 2}", {"precision": "int3"}, "dtype='int3': expected one of fp32, half, autocast"),
+        ("{pp_size: 2}", {"precision": "int3"}, "precision='int3': expected one of fp32, half, autocast"),
         ("auto", {}, "layout=auto: there is no layout before training starts"),
     ],
 )
