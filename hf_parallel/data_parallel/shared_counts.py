@@ -72,15 +72,14 @@ class SharedCounts:
         for shard in shards:
             if shard.master.grad is None:
                 continue
-            absent = [name for name in shard.bucket.names if name in absent_names]
             again = [name for name in shard.bucket.names if name in self.missed and name not in absent_names]
             if again and COUNT in self._optimizer.state.get(shard.master, {}):
-                self._refuse_or_warn(again, self._count(shard))
-            trained = dict(zip(shard.bucket.names, shard.bucket.params, strict=True))
-            for name in absent:
-                before = self.missed.get(name, Missed(0, by_user=False))
-                wanted = before.by_user or name in dropped or not trained[name].requires_grad
-                self.missed[name] = Missed(before.steps + 1, wanted)
+                self._refuse_or_warn(again, shard)
+            for name, parameter in zip(shard.bucket.names, shard.bucket.params, strict=True):
+                if name in absent_names:
+                    before = self.missed.get(name, Missed(0, by_user=False))
+                    wanted = before.by_user or name in dropped or not parameter.requires_grad
+                    self.missed[name] = Missed(before.steps + 1, wanted)
 
     def of(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
         """What is one number for a part, as it is for one of its parameters.
@@ -107,11 +106,11 @@ class SharedCounts:
         counted = self._optimizer.state.get(shard.master, {}).get(COUNT, 0)
         return int(counted.item() if isinstance(counted, Tensor) else counted)
 
-    def _refuse_or_warn(self, again: Sequence[str], counted: int) -> None:
+    def _refuse_or_warn(self, again: Sequence[str], shard: FlatShard) -> None:
         wanted = next((name for name in again if self.missed[name].by_user), None)
         if wanted is not None:
             raise UnsupportedError(
-                f"{wanted} took no part in {self.missed[wanted].steps} of {counted} optimizer steps (its gradient was dropped by p.grad = "
+                f"{wanted} took no part in {self.missed[wanted].steps} of {self._count(shard)} optimizer steps (its gradient was dropped by p.grad = "
                 f"None, or it was frozen), and is stepped on now, with zero.stage={self._stage}: the optimizer counts steps for all "
                 "parameters of a bucket together, so the bias correction would differ from that of one process. Set such gradients to "
                 "zero, drop those of all parameters, or set zero.stage to 0 or 3."

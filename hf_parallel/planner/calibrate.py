@@ -123,11 +123,12 @@ class Calibration:
         odd = [name for name in numbers if not _is_number(getattr(found, name))]
         odd += [] if isinstance(found.model, str) and '"model_type"' in found.model else ["model"]
         if odd or found.device not in ("cpu", "cuda"):
-            name = next(iter(sorted(odd)), "device")
-            wanted = {"model": "a model's config as text", "device": "cpu or cuda"}.get(name, "a number of 0 or more")
-            raise ConfigError(
-                f"{file}: {name}={spelled(getattr(found, name))}: expected {wanted}. Write the file again with `hf-parallel calibrate`."
-            )
+            wanted = {"model": "a model's config as text", "device": "cpu or cuda"}
+            told = [
+                f"{name}={spelled(getattr(found, name))}: expected {wanted.get(name, 'a number of 0 or more')}"
+                for name in sorted(odd) or ["device"]
+            ]
+            raise ConfigError(f"{file}: {'; '.join(told)}. Write the file again with `hf-parallel calibrate`.")
         return found
 
 

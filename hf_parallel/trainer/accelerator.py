@@ -382,11 +382,10 @@ class HFParallelAccelerator(ReplicaViewMixin):
             attachment.gradients.replicas.synchronise()
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         session.meeting.meet("accelerator.get_state_dict()")
-        attachment.gradients.replicas.synchronise()
-        attachment.gradients.refuse_replaced()
+        held = attachment.to_gather()
         # What is gathered is of all stages.
         with set_aside(*engine.watching), session.watchdog.waiting("waits for the weights of the other ranks"):
-            state = gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, session.mesh)
+            state = gather_tensors(attachment.ledger, held, session.mesh)
             if dist.is_initialized():
                 dist.barrier()
         return {

@@ -194,9 +194,7 @@ def state_to_write(engine: Engine, *, everything: bool = False) -> dict[str, Any
     if not has_adapters(engine.model):
         return whole_state(engine)
     attachment = engine.attachment
-    attachment.gradients.replicas.synchronise()
-    attachment.gradients.refuse_replaced()
-    held = {**attachment.parameters, **attachment.buffers}
+    held = attachment.to_gather()
     with attachment.watchdog.waiting("waits for the adapters of the other ranks"):
         return gather_adapters(engine.model, attachment.ledger, held, engine.mesh, everything=everything)
 
@@ -204,18 +202,16 @@ def state_to_write(engine: Engine, *, everything: bool = False) -> dict[str, Any
 def whole_state(engine: Engine) -> dict[str, Any]:
     """The full model's weights on world rank 0, {} elsewhere; collective."""
     attachment = engine.attachment
-    attachment.gradients.replicas.synchronise()
-    attachment.gradients.refuse_replaced()
+    held = attachment.to_gather()
     with attachment.watchdog.waiting("waits for the weights of the other ranks"):
-        return gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, engine.mesh)
+        return gather_tensors(attachment.ledger, held, engine.mesh)
 
 
 def _stream(engine: Engine, folder: Path, save: Callable[..., Any], **options: Any) -> None:
     """Write all but the weights, then the weights one by one, into a staging folder inside `folder`; collective."""
     attachment = engine.attachment
     model: Any = engine.model
-    attachment.gradients.replicas.synchronise()
-    attachment.gradients.refuse_replaced()
+    held = attachment.to_gather()
     engine.complete_config()
     staging, export, writes = folder / STAGING, plan_export(model, attachment.ledger, **options), engine.mesh.rank == 0
     waiting = attachment.watchdog.waiting
@@ -224,7 +220,6 @@ def _stream(engine: Engine, folder: Path, save: Callable[..., Any], **options: A
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             save(staging)
-    held = {**attachment.parameters, **attachment.buffers}
     into = staging if writes else None
     write_weights(export, into, model, attachment.ledger, held, attachment.mesh, attachment.watchdog)
     with waiting("waits for rank 0 to put the model in place"), together(engine.mesh, folder):

@@ -175,13 +175,13 @@ class SavingMixin(Base):
     def _stream_folder(self, folder: Path) -> None:
         """Everything but weights as stock, the weights one by one, into a staging folder inside `folder`; collective."""
         attachment = self.accelerator.hf_parallel_engine.attachment
+        held = attachment.to_gather()
         staging, export = folder / STAGING, plan_export(self.model, attachment.ledger)
         with self._together(folder, "prepare the folder of the model"):
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
                 self._save(str(staging), state_dict={})
-        held = {**attachment.parameters, **attachment.buffers}
         into = staging if self.args.should_save else None
         write_weights(export, into, self.model, attachment.ledger, held, attachment.mesh, attachment.watchdog)
         with self._together(folder, "put the model in place"):

@@ -41,12 +41,10 @@ class SavedState:
         self.index, self.place = index, place
         self._keys: dict[str, dict[str, torch.dtype]] = {}
         self._numbers: dict[str, dict[str, Any]] = {}
-        self._missed: dict[str, dict[str, bool]] = {}
         for label, (_, dtype) in index.tensors.items():
             self._note(self._keys, label, dtype)
         for label, value in numbers.items():
-            is_mark = label.rpartition(SEPARATOR)[2].partition("@")[0] == MISSED_BY_USER
-            self._note(self._missed if is_mark else self._numbers, label, decode(value))
+            self._note(self._numbers, label, decode(value))
 
     def _note(self, found: dict[str, dict[str, Any]], label: str, value: object) -> None:
         if not label.startswith(PREFIX):
@@ -63,11 +61,11 @@ class SavedState:
 
     def numbers(self, name: str) -> dict[str, Any]:
         """What is one number for a parameter."""
-        return dict(self._numbers.get(name, {}))
+        return {key: value for key, value in self._numbers.get(name, {}).items() if key != MISSED_BY_USER}
 
     def missed_by_user(self, name: str) -> bool | None:
         """Whether a parameter took fewer steps than others of its flat part because user code wanted that; None if it did not."""
-        return self._missed.get(name, {}).get(MISSED_BY_USER)
+        return self._numbers.get(name, {}).get(MISSED_BY_USER)
 
     def others(self, name: str) -> tuple[dict[str, Tensor], list[Piece]]:
         """Tensors of other shapes than the parameter's, to be filled, and the pieces that fill them.

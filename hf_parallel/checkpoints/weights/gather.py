@@ -25,7 +25,6 @@ from hf_parallel.mesh import Mesh
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-NOT_HERE = "{name} was planned for {place}, but is no longer in the model. Change a model before it is prepared, not meanwhile."
 
 
 def gather_tensors(
@@ -51,6 +50,15 @@ def gather_tensors(
     return full
 
 
+def _on_cpu(entry: Entry, mine: torch.Tensor | None, mesh: Mesh) -> torch.Tensor:
+    if mine is None:
+        raise CheckpointError(
+            f"{entry.name} was planned for {mesh.describe()}, but is no longer in the model. Change a model before it is prepared, not "
+            "meanwhile."
+        )
+    return mine.detach().to("cpu", entry.dtype)
+
+
 def _gather_one(
     entry: Entry, mine: torch.Tensor | None, mesh: Mesh, group: dist.ProcessGroup | None
 ) -> torch.Tensor | None:
@@ -58,17 +66,13 @@ def _gather_one(
     size = mesh.shape.parts_size if entry.spec is not None else 1
     sources = [mesh.shape.holder(entry.owner, part) for part in range(size)]
     if mesh.rank in sources and mesh.rank != 0:
-        if mine is None:
-            raise CheckpointError(NOT_HERE.format(name=entry.name, place=mesh.describe()))
-        dist.send(mine.detach().to("cpu", entry.dtype).contiguous(), dst=0, group=group)
+        dist.send(_on_cpu(entry, mine, mesh).contiguous(), dst=0, group=group)
     if mesh.rank != 0:
         return None
     shards = []
     for part, source in enumerate(sources):
         if source == 0:
-            if mine is None:
-                raise CheckpointError(NOT_HERE.format(name=entry.name, place=mesh.describe()))
-            shards.append(mine.detach().to("cpu", entry.dtype))
+            shards.append(_on_cpu(entry, mine, mesh))
             continue
         shape = list(entry.shape)
         if entry.spec is not None:

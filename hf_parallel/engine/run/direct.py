@@ -86,6 +86,16 @@ class Attachment:
         found = {name: table.get(key) for name, (table, key) in self.places.items()}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
+    def to_gather(self) -> dict[str, torch.Tensor]:
+        """Ledger name -> this rank's weight or buffer, which is gathered next; replicas that train by themselves become equal first.
+
+        Raises:
+            UnsupportedError: A parameter or a module was replaced since the model was prepared.
+        """
+        self.gradients.replicas.synchronise()
+        self.gradients.refuse_replaced()
+        return {**self.parameters, **self.buffers}
+
 
 class Engine:
     """Owns `model.forward`. Subclasses implement `run`.
