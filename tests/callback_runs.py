@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import tiny
@@ -15,14 +16,24 @@ BATCH = 4  # rows of a batch, over all replicas
 
 
 def trained_with(
-    callback: TrainerCallback, parallel: dict[str, Any] | None, *, rows: int = 24, **arguments: Any
+    callback: TrainerCallback,
+    parallel: dict[str, Any] | None,
+    *,
+    rows: int = 24,
+    model: Callable[[], Any] = lambda: tiny.llama(tied=True),
+    resume: str | None = None,
+    given: dict[str, Any] | None = None,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """Train a tied tiny Llama; the losses and norms that were logged, and the weights.
+    """Train a tiny model; the losses and norms that were logged, and the weights.
 
     Args:
         callback: The user's; has the Trainer as its `trainer`.
         parallel: Settings of the mesh; None: one process, without hf_parallel.
         rows: Of the data.
+        model: Makes it.
+        resume: The checkpoint that the run goes on from.
+        given: More of the Trainer.
         arguments: More of TrainingArguments.
     """
     from accelerate.state import AcceleratorState, GradientState
@@ -33,30 +44,33 @@ def trained_with(
     GradientState._reset_state()
     torch.manual_seed(0)
     own = [HFParallelCallback({}, **parallel)] if parallel is not None else []
+    defaults: dict[str, Any] = {"output_dir": "unused", "save_strategy": "no", "learning_rate": 1e-2}
     settings = TrainingArguments(
-        "unused",
         per_device_train_batch_size=BATCH // replicas_of(parallel),
-        learning_rate=1e-2,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        save_strategy="no",
         dataloader_pin_memory=False,
-        **arguments,
+        **defaults | arguments,
     )
+    made = model()
     trainer = Trainer(
-        *(tiny.llama(tied=True), settings),
+        *(made, settings),
         train_dataset=tiny.rows(rows),
         data_collator=tiny.collate,
         callbacks=[*own, callback],
+        **given or {},
     )
     vars(callback)["trainer"] = trainer
-    trainer.train()
-    session = getattr(trainer.accelerator, "hf_parallel", None)
-    if session is not None:
-        session.watchdog.stop()
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        session = getattr(trainer.accelerator, "hf_parallel", None)
+        if session is not None:
+            session.watchdog.stop()
     state = trainer.accelerator.get_state_dict(trainer.model)
-    state.pop("lm_head.weight", None)  # tied
+    if made.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
     history = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
     return {"history": history, "state": {name: tensor.detach().float().numpy() for name, tensor in state.items()}}
 
@@ -66,7 +80,8 @@ def replicas_of(parallel: dict[str, Any] | None) -> int:
     if parallel is None:
         return 1
     axes = [parallel.get(axis, 1) for axis in ("tp_size", "pp_size", "sp_size")]
-    return torch.distributed.get_world_size() // math.prod(axes)
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return world // math.prod(axes)
 
 
 def assert_same_state(mine: dict[str, Any], wanted: dict[str, Any], name: str = "") -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from callback_runs import ENV, assert_same_state, trained_with
 from rank_runner import run_ranks
 from torch import nn
 from torch.nn.utils import prune
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from hf_parallel import HFParallelCallback
+from hf_parallel.errors import UnsupportedError
 
 
 pytestmark = pytest.mark.timeout(120)
@@ -46,74 +46,59 @@ class Unloads(TrainerCallback):
         model.merge_and_unload()
 
 
-CASES: dict[str, tuple[Any, list[Any]]] = {
-    "pruned": (pruned, []),
-    "drawn": (lambda: tiny.llama(layers=2), [DrawsAgain]),
-    "unloaded": (adapted, [Unloads]),
+class Replaces(TrainerCallback):
+    """Puts a new head on, and saves."""
+
+    trainer: Any
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+        self.trainer.save_model("saved")
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[TrainerCallback]]] = {
+    "pruned": (pruned, TrainerCallback),
+    "drawn": (lambda: tiny.llama(layers=2), DrawsAgain),
+    "unloaded": (adapted, Unloads),
+    "replaced": (lambda: tiny.llama(layers=2), Replaces),
 }
 
 
-def trained(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def trained(rank: int, world_size: int) -> dict[str, Any]:
     """Losses and weights at the end of each case; or the error."""
+    parallel = {"tp_size": 2} if world_size > 1 else None
     found: dict[str, Any] = {}
-    for name, (make, callbacks) in CASES.items():
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        torch.manual_seed(0)
-        arguments = TrainingArguments(
-            f"{folder}/{name}-{world_size}",
-            per_device_train_batch_size=4,
-            max_steps=3,
-            learning_rate=1e-2,
-            adam_epsilon=1e-4,
-            save_strategy="no",
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-        )
-        own = [HFParallelCallback({}, tp_size=2)] if world_size > 1 else []
-        trainer = Trainer(
-            model=make(),
-            args=arguments,
-            train_dataset=tiny.rows(32),
-            callbacks=[*(kind() for kind in callbacks), *own],
-        )
+    for name, (model, callback) in CASES.items():
         try:
-            trainer.train()
-            state = trainer.accelerator.get_state_dict(trainer.model)
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-            continue
-        losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-        found[name] = losses, {key: value.tolist() for key, value in state.items()}
+            found[name] = trained_with(
+                callback(), parallel, model=model, rows=32, max_steps=3, adam_epsilon=1e-4, logging_steps=1
+            )
+        except UnsupportedError as error:
+            found[name] = str(error)
     return found
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    folder: Path = tmp_path_factory.mktemp("changed")
-    options: dict[str, Any] = {"tmp_path": folder, "env": {"ACCELERATE_USE_CPU": "true"}}
-    alone = run_ranks(trained, 1, str(folder), init_group=False, **options)[0]
-    return alone, run_ranks(trained, 2, str(folder), **options)
+    options: dict[str, Any] = {"tmp_path": tmp_path_factory.mktemp("changed"), "env": ENV}
+    return run_ranks(trained, 1, init_group=False, **options)[0], run_ranks(trained, 2, **options)
 
 
 @pytest.mark.parametrize("name", ["pruned", "drawn"])
 def test_it_trains_as_in_one_process(name: str, runs: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     alone, ranks = runs[0][name], runs[1][0][name]
     assert not isinstance(ranks, str), ranks
-    assert ranks[0] == pytest.approx(alone[0], rel=1e-5)
-    assert ranks[1].keys() == alone[1].keys()
-    for key, value in alone[1].items():
-        expected = torch.tensor(value)
-        assert (torch.tensor(ranks[1][key]) - expected).norm() <= 1e-5 * expected.norm(), key
+    assert ranks["history"] == pytest.approx(alone["history"], rel=1e-5)
+    assert ranks["state"].keys() == alone["state"].keys()
+    assert_same_state(ranks["state"], alone["state"])
 
 
-def test_modules_that_were_taken_out_are_not_saved_beside_what_took_their_place(
-    runs: tuple[dict[str, Any], list[dict[str, Any]]],
+@pytest.mark.parametrize(("name", "module"), [("unloaded", "mlp.up_proj"), ("replaced", "lm_head")])
+def test_modules_that_were_taken_out_are_not_saved_in_place_of_what_took_theirs(
+    name: str, module: str, runs: tuple[dict[str, Any], list[dict[str, Any]]]
 ) -> None:
-    assert not isinstance(runs[0]["unloaded"], str)
-    said = [found["unloaded"] for found in runs[1]]
+    assert not isinstance(runs[0][name], str)
+    said = [found[name] for found in runs[1]]
     assert len(set(said)) == 1, said
-    assert "mlp.up_proj was replaced or taken out after the model was prepared" in said[0]
+    assert f"{module} was replaced or taken out after the model was prepared" in said[0]
     assert "merge adapters in what was saved" in said[0]

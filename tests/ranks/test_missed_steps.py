@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from callback_runs import ENV, assert_same_state, trained_with
 from rank_runner import run_ranks
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-from hf_parallel import HFParallelCallback
+from hf_parallel.errors import ParallelError
 
 
 pytestmark = pytest.mark.timeout(200)
@@ -63,41 +64,32 @@ def with_scale(model: Any) -> Any:
     return model
 
 
+def model_of(how: str) -> Any:
+    model = tiny.llama(layers=2)
+    return with_scale(model) if how in ("unused", "scaled") else model
+
+
 def trained(layout: str, how: str, folder: Path, resume: Path | None, optimizer: str) -> Any:
-    """Losses, and weights at the end; or the error."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    torch.manual_seed(0)
-    model = with_scale(tiny.llama(layers=2)) if how in ("unused", "scaled") else tiny.llama(layers=2)
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=4 if layout in ("one", "pp2") else 2,
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        adam_epsilon=1e-4,
-        weight_decay=0.1,
-        save_strategy="steps" if resume is None else "no",
-        save_steps=SAVED_AT,
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    """What the last steps logged, and weights at the end; or the error."""
     kinds = {"nadam": torch.optim.NAdam, "asgd": torch.optim.ASGD}
-    given = {} if optimizer == "adamw" else {"optimizer_cls_and_kwargs": (kinds[optimizer], {"lr": 1e-2})}
-    callbacks = [Changes(how), HFParallelCallback({}, **LAYOUTS[layout])]
-    trainer = Trainer(model=model, args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks, **given)
     try:
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        session = getattr(trainer.accelerator, "hf_parallel", None)
-        if session is not None:
-            session.watchdog.stop()
-    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    return losses[-(STEPS - SAVED_AT) :], {name: value.tolist() for name, value in state.items()}
+        found = trained_with(
+            *(Changes(how), LAYOUTS[layout]),
+            rows=32,
+            model=partial(model_of, how),
+            resume=None if resume is None else str(resume),
+            given={} if optimizer == "adamw" else {"optimizer_cls_and_kwargs": (kinds[optimizer], {"lr": 1e-2})},
+            output_dir=str(folder),
+            max_steps=STEPS,
+            adam_epsilon=1e-4,
+            weight_decay=0.1,
+            save_strategy="steps" if resume is None else "no",
+            save_steps=SAVED_AT,
+            logging_steps=1,
+        )
+    except ParallelError as error:
+        return str(error)
+    return found["history"][-2 * (STEPS - SAVED_AT) :], found["state"]  # a loss and a norm each
 
 
 Job = tuple[str, str, str, str]  # where to, how, where from (or nowhere), optimizer
@@ -153,7 +145,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Any]:
 
     def launch(jobs: list[Job], world_size: int) -> dict[Job, Any]:
         given: Any = (many, world_size, str(folder), jobs)
-        options: Any = {"tmp_path": folder, "timeout": 150, "env": {"ACCELERATE_USE_CPU": "true"}}
+        options: Any = {"tmp_path": folder, "timeout": 150, "env": ENV}
         every = run_ranks(*given, **options, init_group=world_size > 1)
         errors = [{job: one for job, one in found.items() if isinstance(one, str)} for found in every]
         assert all(one.keys() == errors[0].keys() for one in errors), errors
@@ -168,9 +160,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Any]:
 def refuse_unlike(mine: Any, reference: Any) -> None:
     assert not isinstance(mine, str), mine
     assert mine[0] == pytest.approx(reference[0], rel=1e-5)
-    for name, value in reference[1].items():
-        expected = torch.tensor(value)
-        assert (torch.tensor(mine[1][name]) - expected).norm() <= 1e-5 * expected.norm(), name
+    assert_same_state(mine[1], reference[1])
 
 
 @pytest.mark.parametrize("job", RIGHT, ids=lambda job: "-".join(filter(None, job)))
