@@ -100,10 +100,10 @@ def verify(  # noqa: PLR0913 - each is an option
 
 def _refuse_place(file: Path) -> None:
     if file.is_dir():
-        raise ConfigError(f"--json {file}: it is a folder. Name a file in it.")
+        raise ConfigError(f"--json {file}: cannot be written (it is a folder). Name a file in it.")
     if not file.parent.is_dir():
         raise ConfigError(
-            f"--json {file}: there is no folder {file.parent}. Make it, or name a file in a folder that exists."
+            f"--json {file}: cannot be written ({file.parent} is no folder). Name a file in a folder that exists."
         )
 
 
