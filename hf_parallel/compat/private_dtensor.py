@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from hf_parallel.compat.private_torch import in_backward_pass
 from hf_parallel.errors import UnsupportedError
 
 
@@ -39,6 +40,11 @@ MIXED = (
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")  # their third argument is the reduction
 INDEXED = ("index_put_", "index_fill_", "index_copy_", "index_add_", "masked_scatter_", "scatter_", "index")
 PRODUCTS = ("addmm_", "addmv_", "addr_", "baddbmm_", "addbmm_")
+# What takes numbers, or one number for a whole tensor, in a loss or in its backward pass.
+NUMBERED = (
+    *("add", "sub", "rsub", "mul", "div", "pow", "expand", "where", "lerp", "addcmul", "addcdiv", "fmod", "remainder"),
+    *("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "masked_fill", "threshold", "threshold_backward"),
+)
 
 
 def whole_numbers_of_parts() -> None:
@@ -157,6 +163,69 @@ def whole_indices_of_parts() -> None:
 
     for func in _overloads((*INDEXED, *PRODUCTS)):
         handlers.setdefault(func, index)
+
+
+def note_numbers_of_losses(note: Callable[[Tensor | float], None]) -> None:
+    """Pass on the numbers that a loss, or its backward pass, computes tensors in parts with: each rank has its own for its part.
+
+    Args:
+        note: Gets them one by one, a tensor of one element as it is.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
+
+    def noting(inner: Any) -> Any:
+        def run(func: Any, args: Any, kwargs: Any) -> Any:
+            found = _stock(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
+            if isinstance(found, DTensor) and found.ndim and (in_backward_pass() or _is_followed(args)):
+                for number in map(_number_of, args):
+                    if number is not None:
+                        note(number)
+            return found
+
+        run.notes = True  # type: ignore[attr-defined]
+        return run
+
+    for func in _overloads(NUMBERED):
+        if not hasattr(handlers.get(func), "notes"):
+            handlers[func] = noting(handlers.get(func))
+
+
+def _is_followed(args: Sequence[object]) -> bool:
+    """Whether a backward pass will follow what is computed."""
+    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def _number_of(value: object) -> Tensor | float | None:
+    """The number that an argument is on this rank; None of a larger tensor, and of one that ranks have summands of."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        return None
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DTensor):
+        partial = any(placement.is_partial() for placement in value.placements)
+        return value._local_tensor if value.ndim == 0 and not partial else None
+    return value if value.numel() == 1 else None
+
+
+def mean_gradients_of_wholes() -> None:
+    """Let `p.full_tensor()` in a loss give parts the mean of the ranks' gradients: torch takes each rank's own for its part.
+
+    For all DTensors of this process: gradients that are the same on all ranks are their mean, too.
+    """
+    stock = DTensor.full_tensor
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def full_tensor(part: Any, *, grad_placements: Any = None) -> Tensor:
+        if grad_placements is not None or not _is_followed([part]):
+            return stock(part, grad_placements=grad_placements)
+        mesh = part.device_mesh
+        whole = stock(part, grad_placements=[Partial()] * mesh.ndim)
+        whole.register_hook(lambda gradient: gradient / mesh.size())
+        return whole
+
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign, assignment]
 
 
 def explain_refusals_of_parts(name_of: Callable[[Tensor], str | None]) -> None:

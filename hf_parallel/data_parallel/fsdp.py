@@ -29,6 +29,8 @@ from hf_parallel.compat.private_dtensor import (
     explain_refusals_of_parts,
     explained_calls,
     mark_rows_of_parts,
+    mean_gradients_of_wholes,
+    note_numbers_of_losses,
     whole_draws_of_parts,
     whole_indices_of_parts,
     whole_numbers_of_parts,
@@ -37,6 +39,7 @@ from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_p
 from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.data_parallel.fsdp_parts import CopiedRows, KeptPart, is_part, local_of, split_state
 from hf_parallel.data_parallel.gathered import Gathered
+from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.errors import UnsupportedError
 
 
@@ -86,6 +89,8 @@ class ShardedModel:
         whole_draws_of_parts()
         whole_indices_of_parts()
         explain_refusals_of_parts(_name_of)
+        note_numbers_of_losses(NUMBERS.note)
+        mean_gradients_of_wholes()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_collectives import rows_of_ranks
+from hf_parallel.data_parallel.loss_numbers import NUMBERS, TOLERANCE, refuse_unlike_numbers
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.guards.awaited import Awaited
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
@@ -21,7 +22,7 @@ SPREAD = 3  # numbers, the last ones, of which the other ranks of a model copy h
 
 
 class ToldOverParts:
-    """Their settings, which parameters are trained, and weights that each of them updates a part of.
+    """Their settings, which parameters are trained, and weights that each updates a part of, or what losses over parts have read.
 
     Args:
         mesh: This rank's mesh.
@@ -51,13 +52,14 @@ class ToldOverParts:
 
         Returns:
             The sum; a word of each rank's settings and, last (`SPREAD`), a rank that trains other parameters than the first one,
-            one that dropped other gradients, and one whose weights are not those of the first (0: none).
+            one that dropped other gradients, and one whose weights, or numbers in losses over parts, are not those of the
+            first (0: none).
         """
         shard_group, shape = self._mesh.dp_shard_group, self._mesh.shape
         if shard_group is None or self._group is None:
             return power, None
         weights = self._weights_of_steps()
-        digests = [0, 0] if weights is None else weights.digests()
+        digests = [NUMBERS.take(), 0] if weights is None else weights.digests()
         drops = 0 if self._replicas.zero is None else self._replicas.zero.drops
         words = [self._settings.word(), self._mesh.rank, self._trained.now(), drops, *digests]
         # A number is written on the device: copying it there would wait.
@@ -67,9 +69,10 @@ class ToldOverParts:
         # Copies of the state may be on unlike GPUs, which round differently: weights are compared within each.
         common = common.view(-1, shard_group.size())
         experts = experts.view(-1, shape.ep_size, shape.sp_size)  # one replica in `ep_size` has the same ones
-        unlike = (common != common[:, :1]).flatten() | (experts != experts[:1, :, :1]).flatten()
-        apart = [trained != trained[0], dropped != dropped[0], unlike]
-        told = torch.cat([settings, torch.stack([ranks * one for one in apart]).amax(1)])
+        apart = (common - common[:, :1]).abs() > TOLERANCE  # of weights: whole numbers
+        unlike = apart.flatten() | (experts != experts[:1, :, :1]).flatten()
+        wrong = [trained != trained[0], dropped != dropped[0], unlike]
+        told = torch.cat([settings, torch.stack([ranks * one for one in wrong]).amax(1)])
         first = self._mesh.copy_rank // shard_group.size() * shard_group.size()
         powers = powers[first : first + shard_group.size()]
         return powers.amax() if infinite else powers.sum(), told
@@ -96,7 +99,7 @@ class ToldOverParts:
         if told is not None and dist.group.WORLD is not None:
             dropped, unlike = map(int, rows_of_ranks(told[-2:], dist.group.WORLD).amax(0).tolist())
             refuse_unlike_drops(dropped)
-            refuse_unlike_weights(unlike)
+            self._refuse_unlike(unlike)
 
     def _weights_of_steps(self) -> WeightsOfSteps | None:
         if self._weights is None and self._replicas.zero is not None:
@@ -110,4 +113,10 @@ class ToldOverParts:
         describe = self._mesh.shape.describe
         refuse_unlike_trained([describe(frozen), "the first replica"] if frozen else [])
         refuse_unlike_drops(dropped)
-        refuse_unlike_weights(unlike)
+        self._refuse_unlike(unlike)
+
+    def _refuse_unlike(self, rank: int) -> None:
+        if self._replicas.zero is not None:
+            refuse_unlike_weights(rank)
+        else:
+            refuse_unlike_numbers(rank)

@@ -1,0 +1,76 @@
+"""Numbers that losses over parts of weights are computed with: each rank has the gradient of its rows only, with its own.
+
+`(loss.detach() * weight.square().sum()).backward()` under ZeRO 3 would give each rank's rows that replica's factor, where one
+process has the mean of all. The numbers of a rank travel as one, with the sum for the gradient norm, and are compared.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_parallel.errors import RankMismatchError
+
+
+# Of sums of logarithms: what unlike GPUs round differently stays below it, factors that are 0.1 % apart do not.
+TOLERANCE = 1e-4
+SMALLEST, ABOVE = 1e-300, 700.0  # whose logarithm zero has, and what makes all logarithms positive
+NO_NUMBER = 2000.0  # stands for one that is not finite
+
+
+class LossNumbers:
+    """Notes of this rank's numbers since the last comparison."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum: Tensor | float = 0.0
+
+    def note(self, number: Tensor | float) -> None:
+        """A loss, or its backward pass, computes with a number. A GPU is not waited for."""
+        self._count += 1
+        weight = 1.0 + 0.618 * self._count % 1.0  # their order counts
+        if isinstance(number, Tensor) and number.device.type == "cpu":
+            number = number.item()
+        mark = _mark_of_tensor(number) if isinstance(number, Tensor) else _mark(number)
+        self._sum = self._sum + weight * mark
+
+    def take(self) -> Tensor | float:
+        """One number (f64) for all that were noted, 0 if there were none; begins anew."""
+        taken, self._sum, self._count = self._sum, 0.0, 0
+        return taken
+
+
+def _mark(number: float) -> float:
+    if not math.isfinite(number):
+        return NO_NUMBER
+    return math.copysign(math.log(max(abs(number), SMALLEST)) + ABOVE, number)
+
+
+def _mark_of_tensor(number: Tensor) -> Tensor:
+    value = number.detach().reshape(()).double()
+    mark = torch.copysign(value.abs().clamp(min=SMALLEST).log() + ABOVE, value)
+    return torch.where(value.isfinite(), mark, NO_NUMBER)
+
+
+NUMBERS = LossNumbers()  # of this process, as the functions of torch are that notice them
+
+
+def refuse_unlike_numbers(rank: int) -> None:
+    """Refuse numbers that a message has shown to differ.
+
+    Args:
+        rank: Rank that computed with others than the first rank that shares its weights; 0 if there is none.
+
+    Raises:
+        RankMismatchError: There is one.
+    """
+    if rank:
+        raise RankMismatchError(
+            f"rank {rank} computed a loss over weights (a penalty) with other numbers than the other replicas: a factor or a limit "
+            "of its own batch, or on some ranks only. With zero.stage: 3 or engine: fsdp2 each rank computes the gradient of its rows of a "
+            "weight with its own numbers, so they must be the same on all. Average them over the replicas "
+            '(accelerator.reduce(loss.detach(), "mean")), multiply with the whole, p.full_tensor(), or set zero.stage to 1 or 2 of the '
+            "native engine."
+        )
