@@ -33,7 +33,7 @@ def trained_with(
         rows: Of the data.
         model: Makes it.
         resume: The checkpoint that the run goes on from.
-        given: More of the Trainer.
+        given: More of the Trainer; `trainer` is another class of it.
         arguments: More of TrainingArguments.
     """
     from accelerate.state import AcceleratorState, GradientState
@@ -54,12 +54,13 @@ def trained_with(
         **defaults | arguments,
     )
     made = model()
-    trainer = Trainer(
+    options = dict(given or {})
+    trainer = options.pop("trainer", Trainer)(
         *(made, settings),
         train_dataset=tiny.rows(rows),
         data_collator=tiny.collate,
         callbacks=[*own, callback],
-        **given or {},
+        **options,
     )
     vars(callback)["trainer"] = trainer
     try:
@@ -71,7 +72,9 @@ def trained_with(
     state = trainer.accelerator.get_state_dict(trainer.model)
     if made.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    history = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+    history = [
+        entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm", "eval_loss") if key in entry
+    ]
     return {"history": history, "state": {name: tensor.detach().float().numpy() for name, tensor in state.items()}}
 
 

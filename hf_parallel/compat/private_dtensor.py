@@ -175,6 +175,8 @@ def note_numbers_of_losses(note: Callable[[Tensor | float], None]) -> None:
 
     def noting(inner: Any) -> Any:
         def run(func: Any, args: Any, kwargs: Any) -> Any:
+            if any(type(arg) is Tensor and arg.ndim == 0 for arg in args):
+                args = _beside_plain(args)
             found = _stock(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
             if isinstance(found, DTensor) and found.ndim and (in_backward_pass() or _is_followed(args)):
                 for number in map(_number_of, args):
@@ -188,6 +190,23 @@ def note_numbers_of_losses(note: Callable[[Tensor | float], None]) -> None:
     for func in _overloads(NUMBERED):
         if not hasattr(handlers.get(func), "notes"):
             handlers[func] = noting(handlers.get(func))
+
+
+def _beside_plain(args: Sequence[Any]) -> list[Any]:
+    """`loss + p.square().sum()`: this rank's loss and the whole sum, and gradients that the plain graph of the loss can follow.
+
+    Torch adds the loss of the first rank to the sum, and gives `loss` a gradient that its own graph refuses.
+    """
+    for arg in args:
+        if type(arg) is Tensor and arg.requires_grad and torch.is_grad_enabled():
+            arg.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    return [_whole_number(arg) if isinstance(arg, DTensor) and arg.ndim == 0 else arg for arg in args]
+
+
+def _whole_number(number: Any) -> Any:
+    if not any(placement.is_partial() for placement in number.placements):
+        return number
+    return number.redistribute(placements=[Replicate()] * number.device_mesh.ndim)
 
 
 def _is_followed(args: Sequence[object]) -> bool:

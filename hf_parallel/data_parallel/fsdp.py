@@ -90,6 +90,7 @@ class ShardedModel:
         whole_indices_of_parts()
         explain_refusals_of_parts(_name_of)
         note_numbers_of_losses(NUMBERS.note)
+        NUMBERS.take()  # of another model, if its training failed
         mean_gradients_of_wholes()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))

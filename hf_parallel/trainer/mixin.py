@@ -23,6 +23,7 @@ from transformers.trainer_utils import has_length
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA, cache_output
+from hf_parallel.data_parallel.fsdp_parts import whole_of
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.batches import Announced
@@ -224,7 +225,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if self._engine is not None:
             self._engine.check_installed()
         try:
-            return super().training_step(model, *args, **kwargs)
+            return whole_of(super().training_step(model, *args, **kwargs))
         except RuntimeError as error:
             shape = self._hf_parallel_mesh.shape
             if max(shape.pp_size, shape.tp_size) > 1 and NOT_IN_GRAPH in str(error):
@@ -261,7 +262,8 @@ class HFParallelTrainerMixin(CheckpointMixin):
         """As stock; full logits leave the last stage only if somebody needs them."""
         pipeline = self._pipeline
         if pipeline is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return whole_of(loss), *others
         default = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [cache_output()])
         with pipeline.predicting(
             loss_only=prediction_loss_only,

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import user_loops
+from callback_runs import ENV, assert_same_state, trained_with
+from rank_runner import run_ranks
+from transformers import Trainer, TrainerCallback
 from user_loops import STEPS, Loop
 
 
@@ -50,6 +54,16 @@ def looked_at(loop: Loop, loss: torch.Tensor) -> Any:
     return constant(loop, loss) if float(loss.detach() * weight(loop).detach().sum()) else None
 
 
+def with_loss(loop: Loop, loss: torch.Tensor) -> Any:
+    """In the backward pass of the loss."""
+    return 0.1 * weight(loop).square().sum() + loss
+
+
+def times_loss(loop: Loop, loss: torch.Tensor) -> Any:
+    whole = weight(loop).full_tensor() if loop.replicas > 1 else weight(loop)
+    return loss * (1 + whole.square().sum())
+
+
 def own_loss(loop: Loop, loss: torch.Tensor) -> Any:
     return loss.detach() * weight(loop).square().sum()
 
@@ -83,6 +97,7 @@ def of_first_replica(loop: Loop, loss: torch.Tensor) -> Any:
 
 
 RIGHT = (constant, averaged, added, of_whole, of_whole_number, looked_at)
+TOGETHER = (with_loss, times_loss)
 UNLIKE = (own_loss, own_float, own_norm, own_rows, inside, moved, limited, of_first_replica)
 
 
@@ -91,7 +106,8 @@ def looping(penalty: Callable[[Loop, torch.Tensor], Any]) -> Callable[[Loop], No
         loop.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.05, momentum=0.5))
         for step in range(STEPS):
             loss = loop.loss(step)
-            loss.backward()
+            if penalty not in TOGETHER:
+                loss.backward()
             found = penalty(loop, loss)
             if found is not None:
                 found.backward()
@@ -101,7 +117,7 @@ def looping(penalty: Callable[[Loop, torch.Tensor], Any]) -> Callable[[Loop], No
     return body
 
 
-BODIES = {penalty.__name__: looping(penalty) for penalty in (*RIGHT, *UNLIKE)}
+BODIES = {penalty.__name__: looping(penalty) for penalty in (*RIGHT, *TOGETHER, *UNLIKE)}
 LAYOUTS = ("dp2", "zero3")
 CASES = [
     (penalty.__name__, layout)
@@ -109,7 +125,7 @@ CASES = [
     for penalty in RIGHT
     if layout == "zero3" or "whole" not in penalty.__name__
 ]
-CASES += [(penalty.__name__, "zero3") for penalty in UNLIKE]
+CASES += [(penalty.__name__, "zero3") for penalty in (*TOGETHER, *UNLIKE)]
 
 
 def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
@@ -125,3 +141,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_penalty_with_a_number_of_its_own(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
     refused = name in {penalty.__name__ for penalty in UNLIKE}
     user_loops.check(runs, name, layout, "with other numbers than the other replicas" if refused else "")
+
+
+class WithPenalty(Trainer):
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss: Any = super().compute_loss(model, *args, **kwargs)
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return (loss[0] + 0.05 * penalty, loss[1]) if isinstance(loss, tuple) else loss + 0.05 * penalty
+
+
+def train(rank: int, world_size: int, parallel: dict[str, Any] | None) -> dict[str, Any]:
+    given = {"eval_dataset": tiny.rows(16), "trainer": WithPenalty}
+    more: Any = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    steps = {"max_steps": 3, "logging_steps": 1, "optim": "sgd", "per_device_eval_batch_size": 2}
+    return trained_with(TrainerCallback(), parallel, given=given, **steps, **more)
+
+
+def test_a_trainer_whose_loss_has_a_penalty_over_all_weights(tmp_path: Any) -> None:
+    alone = run_ranks(train, 1, None, tmp_path=tmp_path, env=ENV, init_group=False)[0]
+    together = run_ranks(train, 2, {"zero": {"stage": 3}}, tmp_path=tmp_path, env=ENV)[0]
+    assert together["history"] == pytest.approx(alone["history"], rel=1e-5)
+    assert_same_state(together["state"], alone["state"])
