@@ -263,7 +263,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         pipeline = self._pipeline
         if pipeline is None:
             loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            return whole_of(loss), *others
+            return (loss if loss is None else whole_of(loss)), *others
         default = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [cache_output()])
         with pipeline.predicting(
             loss_only=prediction_loss_only,
