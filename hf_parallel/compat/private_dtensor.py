@@ -12,10 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from hf_parallel.compat.private_torch import in_backward_pass
 from hf_parallel.errors import UnsupportedError
 
 
@@ -40,11 +39,6 @@ MIXED = (
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")  # their third argument is the reduction
 INDEXED = ("index_put_", "index_fill_", "index_copy_", "index_add_", "masked_scatter_", "scatter_", "index")
 PRODUCTS = ("addmm_", "addmv_", "addr_", "baddbmm_", "addbmm_")
-# What takes numbers, or one number for a whole tensor, in a loss or in its backward pass.
-NUMBERED = (
-    *("add", "sub", "rsub", "mul", "div", "pow", "expand", "where", "lerp", "addcmul", "addcdiv", "fmod", "remainder"),
-    *("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "masked_fill", "threshold", "threshold_backward"),
-)
 
 
 def whole_numbers_of_parts() -> None:
@@ -68,12 +62,12 @@ def whole_numbers_of_parts() -> None:
 
     def norm(func: Any, args: Any, kwargs: Any) -> Any:
         """Norms of columns, say: torch 2.13 adds up those of the parts of each column when their sum is taken."""
-        found = _stock(handlers, func, args, kwargs)
+        found = stock_result(handlers, func, args, kwargs)
         partial = found.ndim > 0 and any(placement.is_partial() for placement in found.placements)
         whole = [Replicate() if placement.is_partial() else placement for placement in found.placements]
         return found.redistribute(placements=whole) if partial else found
 
-    for func in _overloads(("linalg_vector_norm", "norm")):
+    for func in overloads_of(("linalg_vector_norm", "norm")):
         handlers.setdefault(func, norm)
 
     def loss(func: Any, args: Any, kwargs: Any) -> Any:
@@ -81,9 +75,9 @@ def whole_numbers_of_parts() -> None:
         reduction = kwargs.get("reduction", args[2] if len(args) > 2 else 1)
         if reduction:
             _refuse(func.overloadpacket.__name__, "a parameter or gradient", args[:1], None)
-        return _stock(handlers, func, args, kwargs)
+        return stock_result(handlers, func, args, kwargs)
 
-    for func in _overloads(LOSSES):
+    for func in overloads_of(LOSSES):
         handlers.setdefault(func, loss)
 
 
@@ -96,7 +90,7 @@ def mark_rows_of_parts(kind: type) -> None:
         return int(tensor._local_tensor.untyped_storage().data_ptr())
 
     def view(func: Any, args: Any, kwargs: Any) -> Any:
-        found = _stock(handlers, func, args, kwargs)
+        found = stock_result(handlers, func, args, kwargs)
         for one in found if isinstance(found, list | tuple) else [found]:
             if isinstance(args[0], kind) or memory(one) != memory(args[0]):
                 one.__class__ = kind
@@ -161,90 +155,8 @@ def whole_indices_of_parts() -> None:
         first._local_tensor.copy_(_part_of(found, first)._local_tensor)
         return first
 
-    for func in _overloads((*INDEXED, *PRODUCTS)):
+    for func in overloads_of((*INDEXED, *PRODUCTS)):
         handlers.setdefault(func, index)
-
-
-def note_numbers_of_losses(note: Callable[[Tensor | float], None]) -> None:
-    """Pass on the numbers that a loss, or its backward pass, computes tensors in parts with: each rank has its own for its part.
-
-    Args:
-        note: Gets them one by one, a tensor of one element as it is.
-    """
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
-
-    def noting(inner: Any) -> Any:
-        def run(func: Any, args: Any, kwargs: Any) -> Any:
-            if any(type(arg) is Tensor and arg.ndim == 0 for arg in args):
-                args = _beside_plain(args)
-            found = _stock(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
-            if isinstance(found, DTensor) and found.ndim and (in_backward_pass() or _is_followed(args)):
-                for number in map(_number_of, args):
-                    if number is not None:
-                        note(number)
-            return found
-
-        run.notes = True  # type: ignore[attr-defined]
-        return run
-
-    for func in _overloads(NUMBERED):
-        if not hasattr(handlers.get(func), "notes"):
-            handlers[func] = noting(handlers.get(func))
-
-
-def _beside_plain(args: Sequence[Any]) -> list[Any]:
-    """`loss + p.square().sum()`: this rank's loss and the whole sum, and gradients that the plain graph of the loss can follow.
-
-    Torch adds the loss of the first rank to the sum, and gives `loss` a gradient that its own graph refuses.
-    """
-    for arg in args:
-        if type(arg) is Tensor and arg.requires_grad and torch.is_grad_enabled():
-            arg.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
-    return [_whole_number(arg) if isinstance(arg, DTensor) and arg.ndim == 0 else arg for arg in args]
-
-
-def _whole_number(number: Any) -> Any:
-    if not any(placement.is_partial() for placement in number.placements):
-        return number
-    return number.redistribute(placements=[Replicate()] * number.device_mesh.ndim)
-
-
-def _is_followed(args: Sequence[object]) -> bool:
-    """Whether a backward pass will follow what is computed."""
-    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-
-
-def _number_of(value: object) -> Tensor | float | None:
-    """The number that an argument is on this rank; None of a larger tensor, and of one that ranks have summands of."""
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-        return None
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(value, DTensor):
-        partial = any(placement.is_partial() for placement in value.placements)
-        return value._local_tensor if value.ndim == 0 and not partial else None
-    return value if value.numel() == 1 else None
-
-
-def mean_gradients_of_wholes() -> None:
-    """Let `p.full_tensor()` in a loss give parts the mean of the ranks' gradients: torch takes each rank's own for its part.
-
-    For all DTensors of this process: gradients that are the same on all ranks are their mean, too.
-    """
-    stock = DTensor.full_tensor
-    if hasattr(stock, "__wrapped__"):
-        return
-
-    @functools.wraps(stock)
-    def full_tensor(part: Any, *, grad_placements: Any = None) -> Tensor:
-        if grad_placements is not None or not _is_followed([part]):
-            return stock(part, grad_placements=grad_placements)
-        mesh = part.device_mesh
-        whole = stock(part, grad_placements=[Partial()] * mesh.ndim)
-        whole.register_hook(lambda gradient: gradient / mesh.size())
-        return whole
-
-    DTensor.full_tensor = full_tensor  # type: ignore[method-assign, assignment]
 
 
 def explain_refusals_of_parts(name_of: Callable[[Tensor], str | None]) -> None:
@@ -274,7 +186,7 @@ def explain_refusals_of_parts(name_of: Callable[[Tensor], str | None]) -> None:
     for step in steps:
         setattr(dispatcher, step, explained(getattr(dispatcher, step)))
     handlers: Any = dispatcher._custom_op_handlers
-    for func in _overloads((*ELEMENTWISE, *MIXED)):
+    for func in overloads_of((*ELEMENTWISE, *MIXED)):
         handlers.setdefault(func, explained(_with_plain(handlers)))
 
     def leaving(name: str) -> Any:
@@ -327,12 +239,12 @@ def _with_plain(handlers: dict[Any, Any]) -> Callable[..., Any]:
         first, changes = args[0], func._schema.is_mutable and isinstance(args[0], DTensor)
         if changes and any(map(_is_plain, args[1:])):
             args = [first, *(_part_of(arg.expand(first.shape), first) if _is_plain(arg) else arg for arg in args[1:])]
-        return _stock(handlers, func, args, kwargs)
+        return stock_result(handlers, func, args, kwargs)
 
     return run
 
 
-def _stock(handlers: dict[Any, Any], func: Any, args: Any, kwargs: Any) -> Any:
+def stock_result(handlers: dict[Any, Any], func: Any, args: Any, kwargs: Any) -> Any:
     """What torch itself makes of it."""
     handler = handlers.pop(func, None)  # None in another thread's call
     try:
@@ -346,7 +258,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1
 
 
-def _overloads(names: Sequence[str]) -> Iterator[Any]:
+def overloads_of(names: Sequence[str]) -> Iterator[Any]:
     for name in names:
         packet = getattr(torch.ops.aten, name)
         yield from (getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out"))

@@ -29,11 +29,14 @@ from hf_parallel.compat.private_dtensor import (
     explain_refusals_of_parts,
     explained_calls,
     mark_rows_of_parts,
-    mean_gradients_of_wholes,
-    note_numbers_of_losses,
     whole_draws_of_parts,
     whole_indices_of_parts,
     whole_numbers_of_parts,
+)
+from hf_parallel.compat.private_dtensor_losses import (
+    mean_gradients_of_wholes,
+    note_numbers_of_losses,
+    plain_numbers_beside_plain,
 )
 from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters
 from hf_parallel.data_parallel.flat import refuse_overlaps
@@ -91,6 +94,7 @@ class ShardedModel:
         explain_refusals_of_parts(_name_of)
         note_numbers_of_losses(NUMBERS.note)
         NUMBERS.take()  # of another model, if its training failed
+        plain_numbers_beside_plain()
         mean_gradients_of_wholes()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
