@@ -45,6 +45,8 @@ NUMBERED = (
     *("add", "sub", "rsub", "mul", "div", "pow", "expand", "where", "lerp", "addcmul", "addcdiv", "fmod", "remainder"),
     *("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "masked_fill", "threshold", "threshold_backward"),
 )
+# What makes one number of two: of a loss and a penalty over parts, say.
+JOINED = ("add", "sub", "rsub", "mul", "div", "add_", "sub_", "maximum", "minimum")
 
 
 def whole_numbers_of_parts() -> None:
@@ -205,6 +207,52 @@ def _number_of(value: object) -> Tensor | float | None:
         partial = any(placement.is_partial() for placement in value.placements)
         return value._local_tensor if value.ndim == 0 and not partial else None
     return value if value.numel() == 1 else None
+
+
+def plain_numbers_of_plain_terms() -> None:
+    """Let `loss + penalty`, of a plain loss and a number of parts, be a plain number, on which any loss may go on.
+
+    In torch 2.13 it is a DTensor, and so is the gradient that the plain loss gets of it, which the backward pass then refuses.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
+
+    def joining(inner: Any) -> Any:
+        def run(func: Any, args: Any, kwargs: Any) -> Any:
+            changes = func._schema.is_mutable
+            if changes and not isinstance(args[0], DTensor) and not _is_followed(args):
+                return func(*map(_whole_number, args), **kwargs)
+            found = _stock(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
+            if not isinstance(found, DTensor) or found.ndim or not any(map(_is_plain_number, args)):
+                return found
+            for term in args if torch.is_grad_enabled() else ():
+                if isinstance(term, Tensor) and term.grad_fn is not None and isinstance(term, DTensor) != changes:
+                    term.register_hook(
+                        _whole_number if changes else functools.partial(_replicated, like=term.detach())
+                    )
+            return found if changes else found.full_tensor()
+
+        run.joins = True  # type: ignore[attr-defined]
+        return run
+
+    for func in _overloads(JOINED):
+        if not hasattr(handlers.get(func), "joins"):
+            handlers[func] = joining(handlers.get(func))
+
+
+def _is_plain_number(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim == 0
+
+
+def _whole_number(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) and value.ndim == 0 else value
+
+
+def _replicated(gradient: Tensor, like: Any) -> Tensor:
+    """A number that every rank has, as a DTensor."""
+    if isinstance(gradient, DTensor):
+        return gradient
+    mesh = like.device_mesh
+    return DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def mean_gradients_of_wholes() -> None:

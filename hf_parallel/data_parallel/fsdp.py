@@ -31,6 +31,7 @@ from hf_parallel.compat.private_dtensor import (
     mark_rows_of_parts,
     mean_gradients_of_wholes,
     note_numbers_of_losses,
+    plain_numbers_of_plain_terms,
     whole_draws_of_parts,
     whole_indices_of_parts,
     whole_numbers_of_parts,
@@ -90,6 +91,7 @@ class ShardedModel:
         whole_indices_of_parts()
         explain_refusals_of_parts(_name_of)
         note_numbers_of_losses(NUMBERS.note)
+        plain_numbers_of_plain_terms()
         mean_gradients_of_wholes()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
