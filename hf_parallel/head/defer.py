@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.compat.private_torch import own_parameters, version_of
 from hf_parallel.head.tiles import Head, Tiling
 from hf_parallel.head.unmade import Reads, Recipe, UnmadeLogits, unmade
 
@@ -25,7 +25,7 @@ class LogitsDeferral:
     """
 
     tiling: Tiling
-    last: Reads = field(default_factory=Reads)
+    last: Reads = field(default_factory=lambda: Reads(version=0))
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Logits f[... V] of `hidden` f[... H], not made; None where the head has to make them.
@@ -45,7 +45,7 @@ class LogitsDeferral:
         dtype = _autocast_dtype(hidden)
         if dtype is None and weight.dtype != hidden.dtype:
             return None  # the layer's own forward says what is wrong
-        self.last = Reads()
+        self.last = Reads(version_of(weight))
         return unmade(Recipe(hidden, Head(weight, bias, dtype or hidden.dtype, (), self.tiling), self.last))
 
 

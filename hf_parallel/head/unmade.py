@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.compat.private_torch import is_cross_entropy, no_torch_function, without_memory
+from hf_parallel.compat.private_torch import is_cross_entropy, no_torch_function, version_of, without_memory
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.head.tiles import Head, Step, tiled_loss
@@ -78,8 +78,10 @@ class Reads:
         made: Functions that made them, by name.
         on_made: Called with logits that were made.
         watched: Whether their gradient is asked for.
+        version: How often the head's weight had been written to in that forward.
     """
 
+    version: int
     tiled: int = 0
     made: list[str] = field(default_factory=list)
     on_made: Callable[[Tensor], None] | None = None
@@ -111,11 +113,21 @@ class Recipe:
     def made(self) -> Tensor:
         """The logits f[... V], the same tensor every time."""
         if self._made is None:
+            self.refuse_new_weight()
             with torch.enable_grad():
                 self._made = self.head.logits(self.hidden)
             if self.reads.on_made is not None:
                 self.reads.on_made(self._made)
         return self._made
+
+    def refuse_new_weight(self) -> None:
+        """Refuse to make logits of a head that was updated since its forward."""
+        if version_of(self.head.weight) != self.reads.version:
+            raise UnsupportedError(
+                "outputs.logits was read after the head's weight had changed (after optimizer.step()): its loss was computed without "
+                "logits, and they would be made with the new weight. Read them before the step (logits = outputs.logits.detach()), "
+                "or set chunked_loss: false."
+            )
 
     def then(self, step: Step) -> Recipe:
         """With one more step."""
@@ -298,6 +310,7 @@ class _Real(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, recipe: Recipe) -> Tensor:
+        recipe.refuse_new_weight()
         with torch.no_grad():
             return recipe.head.logits(recipe.hidden)
 

@@ -435,6 +435,18 @@ def test_a_change_in_place_after_a_part_was_taken_is_refused() -> None:
         part[0, 0, 0] = 1.0
 
 
+def test_logits_are_not_made_with_a_weight_that_was_updated_since() -> None:
+    model = vocab_model("llama")
+    deferred(model)
+    early, late = (model(**vocab_batch()) for _ in range(2))
+    wanted = early.logits.sum().item()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2)
+    assert early.logits.sum().item() == wanted
+    with pytest.raises(UnsupportedError, match="after the head's weight had changed"):
+        late.logits.sum()
+
+
 # -- the plan ----------------------------------------------------------------------------------------------------
 
 

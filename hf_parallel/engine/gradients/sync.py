@@ -95,6 +95,7 @@ class GradientSync:
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
+        self.updates = 0  # steps that optimizers have begun; alike on the ranks of a model copy
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
         self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
         self._same_change = SameChange(mesh, settings.waiting)
@@ -433,6 +434,7 @@ class GradientSync:
         self.settle_states()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self.updates += 1
         self.before_update()
         self._parts.refuse_changes()
         zero = self.replicas.zero

@@ -174,15 +174,22 @@ class ReadingPipelineEngine(PipelineEngine):
     ) -> PipelineTrainingOutput:
         """`output`, which makes its logits when they are read, if the model gives some."""
         if kind.has_logits:
-            output.runs_again(functools.partial(self._logits_again, kind, announced, self.seeds.step))
+            begun = self.seeds.step, self.gradients.updates
+            output.runs_again(functools.partial(self._logits_again, kind, announced, *begun))
         return output
 
-    def _logits_again(self, kind: CallKind, announced: Announced, step: int) -> torch.Tensor | None:
+    def _logits_again(self, kind: CallKind, announced: Announced, step: int, updates: int) -> torch.Tensor | None:
         """Logits f[B S V] of a batch whose fused step has run: its forward again, with the same random numbers.
 
         Where gradients are recorded, what a loss does to them goes back through the stages beside what is made already.
         """
         self._refuse_changed(announced, "outputs.logits is read")
+        if self.gradients.updates != updates:
+            raise UnsupportedError(
+                f"outputs.logits of a training forward with labels was read after optimizer.step() with pp_size={self.mesh.shape.pp_size}: "
+                "a pipeline makes them by running the batch again, which has other weights by now. Read them on every rank before the "
+                "step (logits = outputs.logits.detach()), or call the model without labels."
+            )
         self.gathers.meet("outputs.logits of a training forward with labels")
         self._warn_of_rerun()
         batch = {
