@@ -33,7 +33,8 @@ from hf_parallel.compat.private_dtensor import (
     whole_indices_of_parts,
     whole_numbers_of_parts,
 )
-from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters
+from hf_parallel.compat.private_fsdp import HookCarrier, keep_class_name
+from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.data_parallel.fsdp_parts import CopiedRows, KeptPart, is_part, local_of, split_state
 from hf_parallel.data_parallel.gathered import Gathered

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_clipping import answer_norms_of_nothing
 from hf_parallel.compat.private_collectives import all_gather_new
-from hf_parallel.compat.private_torch import answer_norms_of_nothing, version_of
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
