@@ -81,12 +81,7 @@ class ShardedModel:
         offload: Literal["none", "pageable", "pinned"] = "none",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        whole_numbers_of_parts()
-        exchangeable_data_of_parts()
-        mark_rows_of_parts(CopiedRows)
-        whole_draws_of_parts()
-        whole_indices_of_parts()
-        explain_refusals_of_parts(_name_of)
+        _teach_parts()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])
@@ -116,9 +111,8 @@ class ShardedModel:
             if any(parameter is not None for parameter in own_parameters(module).values()):
                 _NAMES[module] = name
                 module.register_forward_pre_hook(_refuse_parts)
-        model.register_forward_hook(
-            self._after_forward
-        )  # behind that of `fully_shard`, which keeps the root's gathered
+        # Behind that of `fully_shard`, which keeps the root's gathered.
+        model.register_forward_hook(self._after_forward)
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
@@ -134,10 +128,12 @@ class ShardedModel:
                 parameter.__class__ = KeptPart  # type: ignore[assignment]
         for name, old in before.items():
             if old is not after[name]:
-                vars(after[name]).update(
-                    {key: value for key, value in vars(old).items() if key not in vars(after[name])}
-                )
-                self._hooks.adopt(after[name], old)
+                self._take_over(old, after[name])
+
+    def _take_over(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Give a parameter that `fully_shard` made the attributes and hooks of the one that it replaces."""
+        vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+        self._hooks.adopt(new, old)
 
     def _count(self, num_bytes: int) -> None:
         self.sent_bytes += num_bytes
@@ -262,6 +258,16 @@ def _name_of(part: Tensor) -> str | None:
                 if isinstance(one, DTensor) and local_of(one).untyped_storage().data_ptr() == memory:
                     return f"{prefix}.{key}".removeprefix(".")
     return None
+
+
+def _teach_parts() -> None:
+    """Teach torch's parts of a tensor what user code does with parameters, or to say why it cannot be done."""
+    whole_numbers_of_parts()
+    exchangeable_data_of_parts()
+    mark_rows_of_parts(CopiedRows)
+    whole_draws_of_parts()
+    whole_indices_of_parts()
+    explain_refusals_of_parts(_name_of)
 
 
 def explained(call: Callable[..., Any]) -> Callable[..., Any]:
