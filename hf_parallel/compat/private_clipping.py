@@ -9,6 +9,7 @@ import weakref
 from types import FrameType
 from typing import Any
 
+from hf_parallel.compat.versions import wanted
 from hf_parallel.errors import UnsupportedError
 
 
@@ -31,7 +32,7 @@ def answer_norms_of_nothing(owner: Any) -> None:
     stock: Any = getattr(clip_grad, "_get_total_norm", None)
     code = getattr(getattr(clip_grad.clip_grad_norm_, "__wrapped__", None), "__code__", None)
     if stock is None or code is None or not {"parameters", "is_generator"} <= {*code.co_varnames}:
-        raise UnsupportedError("this torch clips gradients in another way: install torch >= 2.11, < 3")
+        raise UnsupportedError(f"this torch clips gradients in another way: install {wanted('torch')}.")
     if stock.__module__ == __name__:
         return
 

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.compat.private_torch import accumulation_hooks, gradient_hooks
+from hf_parallel.compat.versions import wanted
 from hf_parallel.errors import UnsupportedError
 
 
@@ -56,7 +57,7 @@ class HookCarrier:
         self._held = {id(sharded): held for _, held, sharded in self._pairs}
         if not self._pairs:
             raise UnsupportedError(
-                "this torch does not tell the parameters of fully_shard: install torch >= 2.11,<2.14"
+                f"this torch does not tell the parameters of fully_shard: install {wanted('torch')}."
             )
 
     def adopt(self, new: Tensor, old: Tensor) -> None:

@@ -10,6 +10,7 @@ import functools
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from hf_parallel.compat.versions import wanted
 from hf_parallel.errors import UnsupportedError
 
 
@@ -158,7 +159,7 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 
     engine = getattr(Variable, "_execution_engine", None)
     if engine is None:
-        raise UnsupportedError("this torch has no autograd engine callbacks: install torch >= 2.11")
+        raise UnsupportedError(f"this torch has no autograd engine callbacks: install {wanted('torch')}.")
     engine.queue_callback(callback)
 
 
@@ -221,7 +222,9 @@ def in_backward_pass() -> bool:
 
     current = getattr(torch._C, "_current_graph_task_id", None)
     if current is None:
-        raise UnsupportedError("this torch does not tell whether a backward pass is running: install torch >= 2.11")
+        raise UnsupportedError(
+            f"this torch does not tell whether a backward pass is running: install {wanted('torch')}."
+        )
     return bool(current() != -1)
 
 

@@ -117,6 +117,19 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(required)
 
 
+@contextlib.contextmanager
+def replaced(module: nn.Module, key: str, value: Any) -> Iterator[None]:
+    """Inside, a module itself has `value` as its attribute `key`, past registration: a forward, a loss function, a config."""
+    before = vars(module).get(key)
+    vars(module)[key] = value
+    try:
+        yield
+    finally:
+        del vars(module)[key]
+        if before is not None:
+            vars(module)[key] = before
+
+
 def run(model: nn.Module, sample: Mapping[str, Any]) -> Any:
     """`model(**sample)` without a key-value cache: a cache hides data flow and grows with every call."""
     config = getattr(model, "config", None)
