@@ -18,7 +18,7 @@ from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, load_re
 FIRST_MACHINE: Final = "machine-0"  # until the launch line, or the user, says the address
 
 
-def accelerate_settings(num_processes: int, mixed_precision: str, use_cpu: bool, nodes: int = 1) -> dict[str, Any]:
+def accelerate_settings(num_processes: int, mixed_precision: str, use_cpu: bool, nodes: int) -> dict[str, Any]:
     """What stands around our section in a recipe."""
     address = {"main_process_ip": FIRST_MACHINE} if nodes > 1 else {}
     return {

@@ -246,7 +246,7 @@ def _sizes_only(section: Mapping[str, Any] | None) -> HFParallelConfig:
         return HFParallelConfig()
 
 
-def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:
+def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool) -> Iterator[str]:
     """Settings that this machine cannot do.
 
     Args:
@@ -280,7 +280,7 @@ def _not_installed(deepspeed: bool) -> Iterator[str]:
         yield "zero.engine=deepspeed: DeepSpeed is not installed here. Run pip install 'hf_parallel[deepspeed]' where it runs."
 
 
-def machine_warnings(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:
+def machine_warnings(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool) -> Iterator[str]:
     """Settings that this machine does badly; arguments as for `machine_problems`."""
     if machine.gpus and all(gpu.capability >= AMPERE for gpu in machine.gpus):
         if str(accelerate.get("mixed_precision")).lower() == "fp16":

@@ -58,7 +58,7 @@ def holdings_of(accelerator: HFParallelAccelerator) -> Holdings:
     return Holdings(attachment.ledger, attachment.mesh, *held, replicas, compression)
 
 
-def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replaces: bool = True) -> None:
+def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replaces: bool) -> None:
     """Write everything that a loop carries from step to step; collective.
 
     Args:

@@ -63,7 +63,7 @@ class Cut:
 
 
 def plan_cut(
-    setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: StandIn | None, shards: TPPlan | None = None
+    setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: StandIn | None, shards: TPPlan | None
 ) -> Cut:
     """Cut by cost; collective where costs or ranks are measured, or where the weights are not read yet.
 

@@ -88,7 +88,7 @@ def stage_costs(bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float
 
 
 def costs_of_stages(
-    bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float] | None = None
+    bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float] | None
 ) -> tuple[list[float], list[float], list[float]]:
     """As `stage_costs`: forward, backward, and what gradients of weights take of that."""
     forward, backward, weights = (
