@@ -83,7 +83,7 @@ class Placement:
         return [group for group in self.shape.groups(keys[axis]) if len(group) > 1]
 
     def _flows(self, axis: str, group: Sequence[int], sent: float) -> Iterator[Flow]:
-        """Who sends how much to whom."""
+        """Sender, receiver and bytes of every message of a group along an axis."""
         if axis == "pp":  # results forward, gradients backward
             for one, after in pairwise(group):
                 yield one, after, sent / 2

@@ -104,7 +104,7 @@ def plan(  # noqa: PLR0913 - the options are the interface
 
 
 def _cluster_maker(sizes: dict[str, Any], calibrate: Path | None) -> Callable[[], Cluster]:
-    """What makes the cluster: from the hardware table, or with the rates of a report, which is read now."""
+    """A function that makes the cluster from the hardware table, or with the rates of a report, which is read now."""
     from hf_parallel.planner.calibrate import Calibration
     from hf_parallel.planner.hardware import Cluster
     from hf_parallel.planner.measured import MeasuredCluster

@@ -19,7 +19,7 @@ FIRST_MACHINE: Final = "machine-0"  # until the launch line, or the user, says t
 
 
 def accelerate_settings(num_processes: int, mixed_precision: str, use_cpu: bool, nodes: int) -> dict[str, Any]:
-    """What stands around our section in a recipe."""
+    """The keys of accelerate that stand around our section in a recipe."""
     address = {"main_process_ip": FIRST_MACHINE} if nodes > 1 else {}
     return {
         "compute_environment": "LOCAL_MACHINE",

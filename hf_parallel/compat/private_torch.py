@@ -93,7 +93,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """As `own_parameters`, buffers."""
+    """Like `own_parameters`, for buffers."""
     return module._buffers
 
 
@@ -104,7 +104,7 @@ def own_tensor(module: nn.Module, key: str) -> Tensor | None:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """As `own_parameters`, children."""
+    """Like `own_parameters`, for children."""
     return module._modules
 
 
@@ -191,7 +191,7 @@ class Onlooker:
 
 
 def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
-    """As `gradient_hooks`, of `register_post_accumulate_grad_hook`."""
+    """Like `gradient_hooks`, for `register_post_accumulate_grad_hook`."""
     found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return found if found is not None else {}
 
@@ -237,7 +237,7 @@ def no_torch_function() -> contextlib.AbstractContextManager[None]:
 
 
 def no_torch_function_modes() -> contextlib.AbstractContextManager[None]:
-    """As `no_torch_function`, and modes that were entered see nothing either."""
+    """Like `no_torch_function`; modes that were entered see nothing either."""
     import torch
 
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()

@@ -129,7 +129,7 @@ class FlatShard:
         return self.master.dtype != self.shard.dtype
 
     def note(self) -> None:
-        """What `master` holds now is as it should be."""
+        """Remember the version of `master`: `refuse_changes` finds what user code writes to it later."""
         self.noted = version_of(self.master)
 
     def refuse_changes(self) -> None:

@@ -182,7 +182,7 @@ class Replicas:
 
     @property
     def recorder(self) -> Recorder:
-        """What keeps when gradients were under way."""
+        """Records when gradients are under way."""
         return self._settings.recorder
 
     @property

@@ -319,7 +319,7 @@ class ZeroPartition:
                     work.wait()
 
     def note(self) -> None:
-        """What the optimizer has now is as it should be: later changes of it, outside of a step, are refused."""
+        """Remember the versions of the optimizer's parts: changes that come later, outside of a step, are refused."""
         for shard in self.shards:
             shard.note()
 

@@ -1,4 +1,4 @@
-"""What memory depends on: the numbers of a model, who holds what, and what one step is about."""
+"""The inputs of memory estimates: sizes of a model, who holds what, and the batches of a step."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Work:
-    """What one forward and backward of a rank is about.
+    """The batches of an optimizer step, as a rank gets them.
 
     Args:
         rows: Sequences a replica has in one forward (`per_device_train_batch_size`), 1 or more.

@@ -154,7 +154,7 @@ def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[in
 
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
-    """As `parameters_of_ranks`, of experts alone."""
+    """Like `parameters_of_ranks`, counting the experts alone."""
     return _of_blocks(profile, spec, counts, lambda kind: kind.experts / spec.ep)
 
 

@@ -85,7 +85,7 @@ def _added(moments: Sequence[Moment], parts: Sequence[StageParts], sent: float, 
 
 
 def in_room_of(missing: float, terms: Mapping[str, float]) -> dict[str, float]:
-    """What terms take beyond the room of gradients that count as there and are not."""
+    """Bytes of each term that do not fit into `missing`, the room of gradients that are counted and not there yet."""
     found = {}
     for name, size in terms.items():
         taken = min(size, missing)

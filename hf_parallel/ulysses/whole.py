@@ -32,7 +32,7 @@ class Enough(BaseException):
 
 @dataclass(frozen=True)
 class Place:
-    """How a module sees whole rows.
+    """Where a module that must see whole rows is called, and which dim of its output is the sequence.
 
     Args:
         calls: Calls of the module in one forward.

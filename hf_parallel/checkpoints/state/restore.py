@@ -60,7 +60,7 @@ class SavedState:
         return {key: dtype for key, dtype in self._keys.get(name, {}).items() if "@" not in key}
 
     def numbers(self, name: str) -> dict[str, Any]:
-        """What is one number for a parameter."""
+        """The entries of a parameter's state that are one number."""
         return {key: value for key, value in self._numbers.get(name, {}).items() if key != MISSED_BY_USER}
 
     def missed_by_user(self, name: str) -> bool | None:

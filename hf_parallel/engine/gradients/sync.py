@@ -1,4 +1,4 @@
-"""What happens to gradients between the last backward and the optimizer step, driven by the ledger.
+"""Sums, averages and clips gradients between the last backward pass and the optimizer step, as the ledger says.
 
 Shared parameters are summed over the pipeline ranks that hold them, everything is reduced over dp once per optimizer step, and
 the global norm counts every element of the full model exactly once, whatever the mesh. With ZeRO the gradients end up
@@ -160,7 +160,7 @@ class GradientSync:
         self.arrivals.hide()
 
     def begin_callers_backward(self) -> None:
-        """The caller's backward pass for what `end_schedule` hid."""
+        """The caller backpropagates a loss: it sees the gradients that `end_schedule` hid."""
         self.arrivals.show()
 
     def take_reduced(self, name: str) -> torch.Tensor | None:
@@ -206,7 +206,7 @@ class GradientSync:
 
     @torch.no_grad()
     def _join(self) -> None:
-        """What the step before left, where nobody has cleared it, and what this one has brought are one gradient again."""
+        """Add the gradients of the step before, where nobody has cleared them, to those of this step."""
         self.arrivals.join(self._num_holders)
         self.shown.join_parts(self._num_holders)
 
@@ -280,7 +280,7 @@ class GradientSync:
 
     @property
     def recorder(self) -> Recorder:
-        """What keeps when this rank did what."""
+        """Records when this rank does what."""
         return self.replicas.recorder
 
     @property

@@ -156,7 +156,7 @@ class PipelineEngine(Engine):
         return frozenset(name for name, entry in entries.items() if len(entry.holders) == size)
 
     def _common_seed(self) -> int:
-        """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy and part of a sequence."""
+        """The seed of dropout: the same on all ranks of a model copy, another on each copy and each part of a sequence."""
         seed = torch.tensor(torch.initial_seed() % 2**63, device=self.attachment.device)
         first = self.mesh.shape.rank_at(self.mesh.dp_rank, 0, 0)
         dist.broadcast(seed, src=first, group=self.mesh.mp_group)
@@ -366,7 +366,7 @@ class PipelineEngine(Engine):
             return self._hooks.ask()
 
     def _follow_freezing(self) -> None:
-        """What stages send each other changes with what is trained."""
+        """Take note of parameters that were frozen or unfrozen: the stages then send each other other gradients."""
         with self.attachment.watchdog.waiting("waits for the other stages to begin the step"):
             if self._freezing.begin():
                 self.runtime.forget_headers()
@@ -453,7 +453,7 @@ class PipelineEngine(Engine):
         return self._evaluated(batch, output, outputs)
 
     def _evaluated(self, batch: dict[str, Any], output: PipelineOutput, outputs: list[Any]) -> PipelineOutput:
-        """What a forward pass with labels and without a graph returns; `outputs` are those of the last stage."""
+        """The result of a forward pass with labels and without a graph; `outputs` are those of the last stage."""
         return output
 
     def _outputs_of(self, microbatches: list[dict[str, Any]]) -> list[Any]:

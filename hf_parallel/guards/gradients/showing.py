@@ -178,7 +178,7 @@ class ShownGradients(NormsOfShown):
         self._show_local()
 
     def take_between(self) -> None:
-        """What user code left there is what later batches add to."""
+        """Take back the gradients that were shown between two batches, as user code left them: later batches add to them."""
         if not self._between:
             return
         self._between = False
@@ -189,7 +189,7 @@ class ShownGradients(NormsOfShown):
             self._stands.forget()
 
     def join_parts(self, holders: Mapping[int, int]) -> None:
-        """What the optimizer has in parts of a step before is of the parameters again, as arrived; collective if there is any.
+        """Give gradients that an earlier step left in the optimizer's parts back to the parameters; collective if there are any.
 
         Args:
             holders: Id of a parameter -> how many stages hold it: they add up what each has.
@@ -239,7 +239,7 @@ class ShownGradients(NormsOfShown):
                     flat.parameter.grad = flat.gathered
 
     def take_back(self, *, before_backward: bool = False) -> list[nn.Parameter]:
-        """What user code left in the stand-ins' places goes to where the optimizer finds it.
+        """Bring the gradients that user code left in place of the stand-ins to where the optimizer finds them.
 
         Args:
             before_backward: Gradients that autograd has added meanwhile are to be reduced with those that follow.

@@ -1,4 +1,4 @@
-"""What one forward pass of a model tells about its linear modules: which feed which, and who reads their weights.
+"""Traces one forward pass of a model: which linear modules feed which, and who reads their weights.
 
 Everything here leaves the model as it was. Linear modules are recognised by what they compute, not by their class, and
 the data flow between them is read from the autograd graph of the model's own forward.

@@ -100,7 +100,7 @@ class Owned:
 
     @property
     def setting(self) -> str:
-        """What keeps it whole."""
+        """The setting that keeps the tensor whole, as messages name it."""
         return (
             "ep_size to 1"
             if self.reads.sums
