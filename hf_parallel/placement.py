@@ -205,7 +205,7 @@ def _size(count: float) -> str:
 
 
 def _order(shape: MeshShape) -> str:
-    """What follows around the ranks that share layers."""
+    """What stands next to each other behind the ranks that share layers, in words: stages or replicas."""
     if shape.dp_inside == 1:
         return "the stages of a replica"
     if shape.dp_inside == shape.dp_size:

@@ -107,7 +107,7 @@ def stages_of(shape: ModelShape, layout: Layout, work: Work) -> Stages:
 def stage_parts(
     shape: ModelShape, recorded: Recorded, layout: Layout, stages: Stages, rank: int, gradients: float
 ) -> list[StageParts]:
-    """What the stages of a rank take.
+    """Bytes that the stages of a rank take, part by part.
 
     Args:
         shape: Shape of the model.

@@ -74,7 +74,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how micro-batches run; what the costs of all blocks share."""
+    """Inputs that the costs of all blocks share: layout, machines, length of a row, constants."""
 
     spec: LayoutSpec
     cluster: Cluster

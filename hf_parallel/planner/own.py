@@ -27,7 +27,7 @@ ROUNDS: Final = 4  # of pp micro-batches, after which a step holds what it held
 
 
 def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
-    """What a step of the model was recorded to take; None if another system runs the layout, or the model cannot be run."""
+    """The recorded memory of a step of the model; None if another system runs the layout, or the model cannot be run."""
     if profile.source is None or not spec.is_own or spec.kernels != "eager":
         return None
     return profile.source.recorded(

@@ -32,7 +32,7 @@ MISSED_BY_USER = "missed_by_user"  # of a parameter that took fewer steps than o
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those that hold the same optimizer state.
+    """The place of a rank among those that hold the same optimizer state.
 
     Args:
         ledger: The model's ledger.

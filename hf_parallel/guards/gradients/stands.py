@@ -12,7 +12,7 @@ from hf_parallel.compat.private_torch import not_overridden
 
 
 class Part(Protocol):
-    """Where a gradient really is.
+    """The real place of a gradient for which something else stands.
 
     Attributes:
         name: Name of the parameter.
