@@ -185,7 +185,7 @@ def _restore_flat(zero: ZeroPartition, saved: SavedState, settings: Sequence[Map
 
 
 def _shared_numbers(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], dict[str, Missed]]:
-    """What is one number for a flat part, and which of its parameters took fewer steps.
+    """The state of a flat part that is one number, and which of its parameters took fewer steps.
 
     Raises:
         CheckpointError: Its parameters have unequal numbers, and nobody knows why.

@@ -188,7 +188,7 @@ def _tell(folder: Path | None) -> None:
 
 
 def _at_the_end(folder: Path) -> Path:
-    """Where a folder is when it is whole; see `folders.STAGING`."""
+    """The final place of a folder that is still being written; see `folders.STAGING`."""
     return Path(*(part for part in folder.parts if part != STAGING))
 
 

@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments, as far as the names in its code say it: whether it is another function by now.
+"""Notes what a function reads beside its arguments, as far as the names in its code tell, and whether that has changed since.
 
 A loss function that was believed on made-up logits computes something else when a callback sets an attribute that it reads, a
 global, a field of the arguments; or when it looks at `trainer.state`, which changes by itself.

@@ -111,7 +111,7 @@ class ShownGradients(NormsOfShown):
             self._flat[name].gathered = flat[start : start + param.numel()].view_as(param).to(param.dtype)
 
     def norm_of_nothing(self, norm_type: float) -> Tensor | None:
-        """As its base while gradients are shown; otherwise None."""
+        """While gradients are shown, the model's norm on a stage that has none of them; otherwise None."""
         return super().norm_of_nothing(norm_type) if self._active else None
 
     # -- when ----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class ShownGradients(NormsOfShown):
         return self._between
 
     def _parts(self) -> ZeroPartition | None:
-        """As in its base; between two batches every replica has its own gradients."""
+        """The partition that has gradients in parts now; between two batches every replica has its own gradients whole."""
         return None if self._between else self._zero
 
     def show_between(self) -> None:
@@ -214,7 +214,7 @@ class ShownGradients(NormsOfShown):
         self._noted = [(part, version_of(part)) for part in parts if part is not None]
 
     def _refuse_changed_parts(self) -> None:
-        """What `optimizer.param_groups` holds under ZeRO are flat parts, each rank its own: norms of them are none.
+        """Refuse changes of the flat parts that `optimizer.param_groups` holds under ZeRO: they came of one rank's parts alone.
 
         Raises:
             UnsupportedError: Somebody changed them.
@@ -321,7 +321,7 @@ class ShownGradients(NormsOfShown):
         return before_backward and (self._mesh.shape.pp_size == 1 or flat.shard.master.grad is None)
 
     def _refuse_own_arrivals(self) -> None:
-        """What user code assigned where no backward pass has given a gradient: each replica may have its own.
+        """Refuse gradients that user code assigned where no backward pass gave one: each replica may have another.
 
         Raises:
             UnsupportedError: Names a parameter that has one.

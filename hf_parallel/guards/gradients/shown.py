@@ -249,7 +249,7 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
-    """What treats each element by itself is right on a shard; all else means the whole."""
+    """Run an elementwise function on the shard, and any other on the whole tensor."""
     changes = writes_arguments(func)
     # Lists, element by element: what some have got cannot be taken back.
     if changes and not isinstance(args[0], Tensor):

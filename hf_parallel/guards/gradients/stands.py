@@ -1,4 +1,4 @@
-"""What stands in place of a tensor, where its values really are, and who adds up what ranks count of it."""
+"""Stand-ins for tensors: what user code is given, where the values really are, and how ranks add up what they count of them."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def summed(sums: Sums, typical_s: float, **others: float) -> Told:
 
 
 def encoded(told: Told, sums: Sums, stages: Sequence[int], most: int) -> list[float]:
-    """As numbers: the fields, then three for each stage that any rank has.
+    """The message of a rank as numbers: the fields, then three for each stage that any rank has.
 
     Args:
         told: What is told.
