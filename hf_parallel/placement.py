@@ -46,7 +46,7 @@ class Placement:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """What the busiest end of each kind of link sends, of all axes, the slowest kind first: the smaller, the better."""
+        """Bytes that the busiest end of each kind of link sends for all axes, the slowest kind first: the smaller, the better."""
         totals: dict[tuple[str, int], float] = {}
         for axis in ("tp", "sp", "ep", "pp", "dp"):  # which may be busiest on different nodes
             for end, size in self._out_of_ends(axis, None).items():

@@ -209,7 +209,7 @@ class ShardedModel:
                     )
 
     def gathered_of(self, part: Tensor) -> Tensor | None:
-        """What modules have in place of a part while it is gathered."""
+        """The gathered parameter that modules have in place of a part; None before the part was gathered for the first time."""
         gathered: Tensor | None = self._hooks.gathered_of(part)
         return gathered
 

@@ -109,7 +109,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the ranks share and where it lies.
+    """How ranks share parameters, gradients and optimizer states, and in which memory these lie.
 
     Args:
         num_processes: Processes of the run; a multiple of tp_size * pp_size * sp_size.
@@ -162,7 +162,7 @@ class Layout:
 
     @functools.cached_property
     def schedule(self) -> ScheduleChoice:
-        """What the pipeline settings ask for.
+        """The schedule that the pipeline settings ask for.
 
         Raises:
             ScheduleError: The schedule does not fit the ranks.

@@ -187,7 +187,7 @@ class GradientCompressionConfig(Section):
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """What is sent as it is. A cast loses the same of a vector as of a matrix; the others share scales in blocks."""
+        """Parameters whose gradients are sent uncompressed. A cast loses the same of a vector as of a matrix; the others share scales in blocks."""
         if self.exclude != "auto":
             return self.exclude
         return () if self.method in ("fp16", "bf16") else ("1d",)

@@ -84,7 +84,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """What was prepared; an optimizer of the user's around another one is not taken off: it has state of its own."""
+    """The optimizer without accelerate's wrapper; one of the user's around another stays, since it has state of its own."""
     while isinstance(optimizer, AcceleratedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer

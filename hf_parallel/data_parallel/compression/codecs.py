@@ -33,7 +33,7 @@ class GradientCompressor(ABC):
 
     @abstractmethod
     def decode(self, payload: Tensor) -> Tensor:
-        """What is left, f32[n], of the vector that `payload` is the code of."""
+        """Decode `payload` to f32[n]: what the code has kept of the vector."""
 
     @property
     def ratio(self) -> float:

@@ -47,7 +47,7 @@ class NormsOfShown:
         raise NotImplementedError
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
-        """What this rank counts of a gradient that is not partitioned."""
+        """This rank's summand in the norm's sum of powers, for a gradient that is not partitioned."""
         counted = self.counted(name, parameter)
         values = gradient * counted if isinstance(counted, Tensor) else gradient
         counts = self.is_first(name) and counted is not False

@@ -31,7 +31,7 @@ class Owner(Protocol):
         ...
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
-        """What this rank counts of a gradient that is not partitioned."""
+        """This rank's summand in the norm's sum of powers, for a gradient that is not partitioned."""
         ...
 
     def gather(self, shard: FlatShard) -> None:
