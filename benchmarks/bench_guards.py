@@ -44,7 +44,7 @@ from transformers import LlamaForCausalLM
 from hf_parallel import HFParallelPlugin
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.engine.gradients.changed_parts import ChangedParts
-from hf_parallel.engine.gradients.sync import GradientSync
+from hf_parallel.engine.gradients.optimizer_states import OptimizerStates
 from hf_parallel.engine.run.direct import Engine
 from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss
 from hf_parallel.guards.calls import batches
@@ -87,7 +87,7 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     (DirectGradients, "stop", None),
     (Engine, "check_installed", None),
     *((Freezing, name, value) for name, value in (("begin", False), ("put", None), ("arrived", None), ("finish", ()))),
-    (GradientSync, "_guard_states", None),
+    (OptimizerStates, "guard", None),
     *((ChangedParts, name, None) for name in ("remember", "remember_again", "refuse_changes", "judge")),
     (HookGuard, "check", None),
     (MovingBuffers, "watching", contextlib.nullcontext()),

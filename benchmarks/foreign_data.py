@@ -41,6 +41,7 @@ WORDS = [
 ]
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+ROWS = 32  # of each kind of data
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -52,14 +53,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT, model_max_length=64, **names)
 
 
-def sentences(count: int, seed: int, low: int = 3, high: int = 10) -> list[str]:
+def sentences(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(low, high))) for _ in range(count)]
+    return [" ".join(rng.choices(WORDS, k=rng.randint(3, 10))) for _ in range(count)]
 
 
-def data_sets(count: int = 32) -> dict[str, list[dict[str, Any]]]:
+def data_sets() -> dict[str, list[dict[str, Any]]]:
     """Rows by kind: text, completion, preference, unpaired."""
-    prompts, good, bad = (sentences(count, seed) for seed in (1, 2, 3))
+    prompts, good, bad = (sentences(ROWS, seed) for seed in (1, 2, 3))
     together = list(zip(prompts, good, bad, strict=True))
     return {
         "text": [{"text": f"{prompt} {answer}"} for prompt, answer, _ in together],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -76,23 +76,46 @@ def messages() -> dict[str, list[tuple[str, str]]]:
 
 def raised(path: Path) -> Iterator[tuple[str, str]]:
     """Class and message of every error of ours that a module makes with words of its own."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    constants = texts_of(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES and node.args:
-            text = " ".join(spoken(node.args[0]).split())
+            text = " ".join(spoken(node.args[0], constants).split())
             if re.search(r"[a-z]{3}", re.sub(r"\{.*?\}", "", text)):
                 yield node.func.id, shortened(text)
 
 
-def spoken(node: ast.expr) -> str:
-    """The text of an expression; what is filled in is in braces."""
+def texts_of(tree: ast.Module) -> dict[str, str]:
+    """The sentences that a module has as constants: several of its messages end with one."""
+    found = {}
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        ):
+            text = node.value.value
+            if isinstance(text, str) and " " in text:
+                found[node.targets[0].id] = text
+    return found
+
+
+def spoken(node: ast.expr, constants: Mapping[str, str]) -> str:
+    """The text of an expression; what is filled in is in braces.
+
+    Args:
+        node: The expression.
+        constants: Texts that it may name.
+    """
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(spoken(part) for part in node.values)
+        return "".join(spoken(part, constants) for part in node.values)
     if isinstance(node, ast.FormattedValue):
-        return "{" + named(node.value) + "}"
+        name = named(node.value)
+        return constants.get(name, "{" + name + "}")
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return spoken(node.left) + spoken(node.right)
+        return spoken(node.left, constants) + spoken(node.right, constants)
     return "{...}"
 
 

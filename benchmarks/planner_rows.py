@@ -23,6 +23,7 @@ MODEL: Final = ("model", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab"
 COUNTS: Final = ("tp", "pp", "dp", "sp", "zero", "micro_batch", "num_microbatches", "stages_per_rank")
 SWITCHES: Final = ("sequence_parallel", "overlap_dp", "overlap_tp", "overlap_pp")
 WORDS: Final = ("schedule", "recompute", "dtype", "kernels", "attention", "engine")
+FEWEST: Final = 5  # layouts of a job, from which a best one is told
 
 
 class Row:
@@ -122,8 +123,8 @@ def coverage(rows: Sequence[Row], c: Constants) -> float:
     return sum(one.low_s <= step <= one.high_s for one, step in found) / len(found)
 
 
-def regrets(rows: Iterable[Row], c: Constants, least: int = 5) -> dict[tuple[object, ...], tuple[Row, Row]]:
-    """The best measured layout and the chosen one, for every job of which at least `least` layouts ran."""
+def regrets(rows: Iterable[Row], c: Constants) -> dict[tuple[object, ...], tuple[Row, Row]]:
+    """The best measured layout and the chosen one, for every job of which at least `FEWEST` layouts ran."""
     groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
         if row.ran:
@@ -131,7 +132,7 @@ def regrets(rows: Iterable[Row], c: Constants, least: int = 5) -> dict[tuple[obj
     return {
         key: (min(own, key=lambda row: row.step_s), min(own, key=lambda row: row.seconds(c, exact=True)))
         for key, own in groups.items()
-        if len(own) >= least
+        if len(own) >= FEWEST
     }
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Spans: TypeAlias = dict[str, list[float]]
 ENOUGH_ROUNDS = 3
+TOLERANCE = 1e-4  # relative, of what variants of one computation give
 
 
 def llama_config(hidden: int, blocks: int, vocab: int, length: int) -> LlamaConfig:
@@ -157,7 +158,7 @@ def all_samples(
     ]
 
 
-def check_agreement(facts: dict[str, tuple[float | None, ...]], reference: str, tolerance: float = 1e-4) -> None:
+def check_agreement(facts: dict[str, tuple[float | None, ...]], reference: str) -> None:
     """Compare what the variants computed (loss, gradient norm) with one of them.
 
     Raises:
@@ -165,7 +166,7 @@ def check_agreement(facts: dict[str, tuple[float | None, ...]], reference: str, 
     """
     for variant, values in facts.items():
         for value, other in zip(values, facts[reference], strict=True):
-            if value is not None and other is not None and abs(value - other) > tolerance * abs(other):
+            if value is not None and other is not None and abs(value - other) > TOLERANCE * abs(other):
                 raise RuntimeError(f"variant {variant} gives {values} and {reference} {facts[reference]}.")
 
 

@@ -130,7 +130,7 @@ def verb(line: Mapping[str, Any]) -> str:
 
 
 def listed(names: Sequence[str], lines: Lines, unknown: str) -> list[str]:
-    """What every rank was last seen doing; ranks that do the same share a line."""
+    """Lines that say what every rank was last seen doing; ranks that do the same share a line."""
     groups: dict[str, list[int]] = {}
     for rank in range(len(names)):
         groups.setdefault(str(lines[rank]["text"]) if rank in lines else unknown, []).append(rank)

@@ -73,7 +73,7 @@ class StepTimes:
             self._recent.append(now - before)
 
     def leave_out(self) -> None:
-        """What was done since the last step is no part of one: the present one is not measured."""
+        """Do not measure the present step: since the last one ended, the rank did what is no part of a step."""
         self._ended = None
 
     @property
@@ -112,7 +112,7 @@ def see(line: Line, phase: str, stay: Stay) -> Seen:
 
 
 def noted(seen: Seen, age: float, bound: float | None) -> dict[str, Any]:
-    """What the others are told of a rank (see `hangs`)."""
+    """The message to the other ranks about what this rank does (see `hangs`)."""
     line = seen.line
     return {
         "waits": line.waits,

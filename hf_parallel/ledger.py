@@ -93,9 +93,9 @@ class Ledger:
         entry = self._by_alias.get(name)
         return entry is not None and pp_rank in entry.holders
 
-    def held_by(self, pp_rank: int, kind: Literal["param", "buffer"] | None = None) -> list[Entry]:
+    def held_by(self, pp_rank: int) -> list[Entry]:
         """Entries that `pp_rank` keeps, in module order."""
-        return [entry for entry in self if pp_rank in entry.holders and kind in (None, entry.kind)]
+        return [entry for entry in self if pp_rank in entry.holders]
 
     def shared_holders(self) -> list[tuple[int, ...]]:
         """Distinct sets of pipeline ranks that hold a parameter together, sorted: each needs a gradient sum."""

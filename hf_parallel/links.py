@@ -41,7 +41,10 @@ class Links:
         return FAST if one // self.fast == other // self.fast else NODE
 
     def end_of(self, rank: int, kind: str) -> int:
-        """What shares one link of a kind: its node on the network, its neighbours on fast links on slower ones of a node, or itself."""
+        """The number of the link of a kind that a rank sends over; ranks that share one have the same.
+
+        All ranks of a node share its link to the network, and neighbours on fast links share one to the rest of their node.
+        """
         if kind == NETWORK:
             return rank // self.ranks_per_node
         return rank // self.fast if kind == NODE and self.fast < self.ranks_per_node else rank

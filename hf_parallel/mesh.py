@@ -79,26 +79,12 @@ class Mesh:
             ConfigError: `shape` does not fit the world size, or `dp_shard_size` does not divide the replicas.
         """
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        if shape.world_size != world_size:
-            sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
-            raise ConfigError(
-                f"dp {shape.dp_size} x pp {shape.pp_size} x tp {shape.tp_size}{sequence} needs {shape.world_size} processes, "
-                f"but {world_size} run. Launch {shape.world_size} processes or change tp_size and pp_size."
-            )
-        if shape.dp_size % shape.ep_size:
-            raise ConfigError(
-                f"ep_size={shape.ep_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of {shape.dp_size}."
-            )
+        shard_size = shape.dp_size if dp_shard_size is None else dp_shard_size
+        _refuse_sizes(shape, shard_size, world_size)
 
         def group(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
             return new_group_of(lists, timeout=timeout)
 
-        shard_size = shape.dp_size if dp_shard_size is None else dp_shard_size
-        if shape.dp_size % shard_size:
-            raise ConfigError(
-                f"zero.dp_shard_size={shard_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of "
-                f"{shape.dp_size}, or to 'auto'."
-            )
         dp_group = group(shape.groups(lambda d, p, t, s: (p, t, s)))
         mp_group = group(shape.groups(lambda d, p, t, s: (d,)))
         is_shared = shape.sp_size > 1
@@ -239,6 +225,25 @@ class Mesh:
     def describe(self) -> str:
         """This rank in words, for messages."""
         return self.shape.describe(self.rank)
+
+
+def _refuse_sizes(shape: MeshShape, dp_shard_size: int, world_size: int) -> None:
+    """Refuse sizes whose product is not the number of processes, or that do not divide the replicas."""
+    if shape.world_size != world_size:
+        sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
+        raise ConfigError(
+            f"dp {shape.dp_size} x pp {shape.pp_size} x tp {shape.tp_size}{sequence} needs {shape.world_size} processes, "
+            f"but {world_size} run. Launch {shape.world_size} processes or change tp_size and pp_size."
+        )
+    if shape.dp_size % shape.ep_size:
+        raise ConfigError(
+            f"ep_size={shape.ep_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of {shape.dp_size}."
+        )
+    if shape.dp_size % dp_shard_size:
+        raise ConfigError(
+            f"zero.dp_shard_size={dp_shard_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of "
+            f"{shape.dp_size}, or to 'auto'."
+        )
 
 
 def _expert_groups(

@@ -73,7 +73,7 @@ def _alone(function: Callable[[], T], doing: str, explain: Callable[[str], Paral
 def _outcome(
     function: Callable[[], Any], doing: str, explain: Callable[[str], ParallelError]
 ) -> tuple[tuple[str, Any], BaseException | None]:
-    """What to send: the result, or the class and the text of an error, which is returned as well."""
+    """Call the function; return the message for the other ranks (the result, or class and text of an error), and the error."""
     try:
         return ("result", pickle.dumps(function())), None
     except ParallelError as error:

@@ -46,7 +46,7 @@ class Placement:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """What the busiest end of each kind of link sends, of all axes, the slowest kind first: the smaller, the better."""
+        """Bytes that the busiest end of each kind of link sends for all axes, the slowest kind first: the smaller, the better."""
         totals: dict[tuple[str, int], float] = {}
         for axis in ("tp", "sp", "ep", "pp", "dp"):  # which may be busiest on different nodes
             for end, size in self._out_of_ends(axis, None).items():
@@ -83,7 +83,7 @@ class Placement:
         return [group for group in self.shape.groups(keys[axis]) if len(group) > 1]
 
     def _flows(self, axis: str, group: Sequence[int], sent: float) -> Iterator[Flow]:
-        """Who sends how much to whom."""
+        """Sender, receiver and bytes of every message of a group along an axis."""
         if axis == "pp":  # results forward, gradients backward
             for one, after in pairwise(group):
                 yield one, after, sent / 2
@@ -205,7 +205,7 @@ def _size(count: float) -> str:
 
 
 def _order(shape: MeshShape) -> str:
-    """What follows around the ranks that share layers."""
+    """What stands next to each other behind the ranks that share layers, in words: stages or replicas."""
     if shape.dp_inside == 1:
         return "the stages of a replica"
     if shape.dp_inside == shape.dp_size:

@@ -23,6 +23,7 @@ from hf_parallel.checkpoints.folders import NAME, newest
 
 RANKS = 2
 ENDS_WITHIN_S = 60.0  # a rank that lost its peer
+FORCED_SHARE = 0.4  # of kills that come inside a save
 # Where a rank kills itself during a save: function of the module, and which of its calls in one save.
 POINTS = {
     "tensors": ("torch.distributed.checkpoint.filesystem", "_write_item", 3),
@@ -190,12 +191,12 @@ def lives_of(job: Job, kills: Iterator[Kill | None]) -> Iterator[dict[str, Any]]
             return
 
 
-def random_kills(seed: int, forced_share: float = 0.4) -> Iterator[Kill]:
+def random_kills(seed: int) -> Iterator[Kill]:
     """Kills without end: of one rank or of all, at random moments, some inside a save."""
     source = random.Random(seed)
     while True:
         ranks = source.choice([(0,), (1,), (0, 1)])
-        if source.random() < forced_share:
+        if source.random() < FORCED_SHARE:
             point = source.choice(list(POINTS))
             rank = source.choice([0, 1]) if point in ("tensors", "index") else 0
             yield Kill((rank,), point=point, save=source.randint(1, 3))

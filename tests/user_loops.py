@@ -129,11 +129,11 @@ def launched(
 
 
 def alone_and_together(
-    main: Callable[..., dict[str, Any]], layouts: tuple[str, ...], folder: Path, timeout: float = 200.0
+    main: Callable[..., dict[str, Any]], layouts: tuple[str, ...], folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What `main(rank, world_size, layouts)` finds on each of two ranks, and in one process with the layout "one"."""
     alone = run_ranks(main, 1, ("one",), tmp_path=folder, env=ENV, init_group=False)[0]
-    return run_ranks(main, 2, layouts, tmp_path=folder, env=ENV, timeout=timeout), alone
+    return run_ranks(main, 2, layouts, tmp_path=folder, env=ENV, timeout=200.0), alone
 
 
 def difference(mine: Any, other: dict[str, Any]) -> float:

@@ -55,8 +55,8 @@ def _figures(outcome: Outcome) -> str:
     return "; ".join(filter(None, [figures, reason])).replace("|", "/")
 
 
-def _range(values: Mapping[str, float], form: str = ".1f", factor: float = 1.0) -> str:
-    middle, least, most = (format(factor * values[name], form) for name in ("median", "least", "most"))
+def _range(values: Mapping[str, float], form: str = ".1f") -> str:
+    middle, least, most = (format(values[name], form) for name in ("median", "least", "most"))
     return f"{middle} ({least} .. {most})"
 
 

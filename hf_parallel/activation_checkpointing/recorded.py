@@ -1,4 +1,4 @@
-"""What `memory.record` is told to make blocks run again, where each of them does so by itself."""
+"""Recomputation for `memory.record`: checkpoints a recorded model as a run would, where every block is a checkpoint of its own."""
 
 from __future__ import annotations
 

@@ -83,12 +83,12 @@ def raise_anywhere(problem: str | Exception | None) -> None:
 
 
 def _first(text: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """What the first rank says that has something to say."""
+    """The first value, in the order of ranks, that is not None; collective."""
     return next((each for each in everyone(text, group) if each is not None), None)
 
 
 def everyone(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of the group says, in the order of ranks; collective, alone without a process group."""
+    """Gather a value from every rank of the group, in the order of ranks; collective. Without a process group, `mine` alone."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -172,7 +172,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_manifest(folder: Path) -> Manifest | None:
-    """What a folder says that it holds; None if it was made by something that lists nothing.
+    """The manifest of a folder; None if the folder was written by something that writes none.
 
     Raises:
         CheckpointError: The manifest cannot be read, or says what no save says.

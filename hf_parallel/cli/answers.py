@@ -1,4 +1,4 @@
-"""What a command prints: its answer on stdout, everything else on stderr."""
+"""Prints for commands: the answer goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 

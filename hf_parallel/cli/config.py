@@ -262,7 +262,7 @@ def _section(answers: Answers) -> dict[str, Any]:
 
 
 def _accelerate(answers: Answers) -> dict[str, Any]:
-    """What stands around it."""
+    """The keys of accelerate that stand around our section."""
     found = accelerate_settings(
         *(answers["num_processes"], answers["mixed_precision"], answers["use_cpu"]), nodes=answers["num_machines"]
     )

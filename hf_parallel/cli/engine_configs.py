@@ -1,4 +1,4 @@
-"""What a recipe's ZeRO and precision settings amount to without hf_parallel: for DeepSpeed, for FSDP2, for accelerate.
+"""Translates a recipe's ZeRO and precision settings for use without hf_parallel: by DeepSpeed, by FSDP2, by accelerate.
 
 Values that the Trainer owns are 'auto'. What an engine cannot express is an error that names the key.
 """

@@ -93,7 +93,7 @@ def from_deepspeed(config: Mapping[str, Any]) -> Taken:
 
 
 def _instead(key: str, otherwise: str) -> str:
-    """Where what a key is for is decided."""
+    """What to set instead of a key that has no place in our settings."""
     return INSTEAD.get(key) or (f"give TrainingArguments({TRAINERS[key]})" if key in TRAINERS else otherwise)
 
 

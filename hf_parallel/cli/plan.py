@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,9 @@ from hf_parallel.errors import ConfigError
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hf_parallel.planner.hardware import Cluster
     from hf_parallel.planner.layout import LayoutSpec
     from hf_parallel.planner.search import Plan
 
@@ -54,13 +58,9 @@ def plan(  # noqa: PLR0913 - the options are the interface
 ) -> None:
     """Rank the layouts of a cluster by predicted time, with their memory; starts nothing and needs no GPU."""
     from hf_parallel.cli import plan_tables as tables
-    from hf_parallel.cli.plan_plot import draw_scaling, refuse_plot
-    from hf_parallel.planner.calibrate import Calibration
+    from hf_parallel.cli.plan_plot import refuse_plot
     from hf_parallel.planner.checks import all_of, whole
     from hf_parallel.planner.guide import guide
-    from hf_parallel.planner.hardware import Cluster
-    from hf_parallel.planner.measured import MeasuredCluster
-    from hf_parallel.planner.scaling import scaling as scaled
     from hf_parallel.planner.search import plan as search
 
     try:
@@ -69,33 +69,26 @@ def plan(  # noqa: PLR0913 - the options are the interface
         given = (
             _mapping(layout) | ({"adapters": adapters} if adapters else {}) | ({"block_bits": bits} if bits else {})
         )
-        sizes: dict[str, Any] = {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
+        sizes: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu}
+        sizes |= {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
         sizes |= {"gpu_memory_gb": gpu_memory_gb, "ram_gb": ram_gb}
-        measured = None if calibrate is None else Calibration.read(calibrate)
-
-        def made() -> Cluster:
-            if measured is None:
-                return Cluster(nodes, gpus_per_node, gpu, **sizes)
-            return MeasuredCluster(nodes, gpus_per_node, gpu, calibration=measured, **sizes)
-
+        made = _cluster_maker(sizes, calibrate)
         counts = {
             "seq": lambda: whole("seq", seq),
             "batch": lambda: whole("batch", batch),
             "top": lambda: whole("top", top),
         }
         cluster = all_of({"cluster": made, **counts})["cluster"]
+        asked: dict[str, Any] = {"seq_len": seq, "global_batch": batch, "layout": given}
         if scaling or plot is not None:
-            rows = scaled(model, cluster, seq_len=seq, global_batch=batch, layout=given)
-            tables.show_scaling(rows, as_json)
-            if plot is not None:
-                with writing(plot):
-                    draw_scaling(rows, plot)
+            _show_scaling(model, cluster, asked, plot, as_json=as_json)
             return
         words: Any = objective  # the search refuses other words
-        asked = {"seq_len": seq, "global_batch": batch, "objective": words, "layout": given, "most": top}
         with working("planning"):
             plans = (
-                [_alone(model, cluster, given | _mapping(why), seq, batch)] if why else search(model, cluster, **asked)
+                [_alone(model, cluster, given | _mapping(why), seq, batch)]
+                if why
+                else search(model, cluster, objective=words, most=top, **asked)
             )
         if why:
             tables.show_one(plans[0], as_json)
@@ -108,6 +101,29 @@ def plan(  # noqa: PLR0913 - the options are the interface
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+
+
+def _cluster_maker(sizes: dict[str, Any], calibrate: Path | None) -> Callable[[], Cluster]:
+    """A function that makes the cluster from the hardware table, or with the rates of a report, which is read now."""
+    from hf_parallel.planner.calibrate import Calibration
+    from hf_parallel.planner.hardware import Cluster
+    from hf_parallel.planner.measured import MeasuredCluster
+
+    if calibrate is None:
+        return partial(Cluster, **sizes)
+    return partial(MeasuredCluster, calibration=Calibration.read(calibrate), **sizes)
+
+
+def _show_scaling(model: str, cluster: Cluster, asked: dict[str, Any], plot: Path | None, *, as_json: bool) -> None:
+    from hf_parallel.cli.plan_plot import draw_scaling
+    from hf_parallel.cli.plan_tables import show_scaling
+    from hf_parallel.planner.scaling import scaling
+
+    rows = scaling(model, cluster, **asked)
+    show_scaling(rows, as_json)
+    if plot is not None:
+        with writing(plot):
+            draw_scaling(rows, plot)
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, load_re
 FIRST_MACHINE: Final = "machine-0"  # until the launch line, or the user, says the address
 
 
-def accelerate_settings(num_processes: int, mixed_precision: str, use_cpu: bool, nodes: int = 1) -> dict[str, Any]:
-    """What stands around our section in a recipe."""
+def accelerate_settings(num_processes: int, mixed_precision: str, use_cpu: bool, nodes: int) -> dict[str, Any]:
+    """The keys of accelerate that stand around our section in a recipe."""
     address = {"main_process_ip": FIRST_MACHINE} if nodes > 1 else {}
     return {
         "compute_environment": "LOCAL_MACHINE",

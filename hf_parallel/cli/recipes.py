@@ -41,7 +41,7 @@ def recipes(
 
 
 def facts(name_or_path: str) -> dict[str, Any]:
-    """What there is to say about a valid file.
+    """Facts about a valid file, for tables.
 
     Args:
         name_or_path: A recipe or a file.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from hf_parallel.compat.versions import wanted
 from hf_parallel.errors import UnsupportedError
 
 
@@ -170,7 +171,7 @@ def explain_refusals_of_parts(name_of: Callable[[Tensor], str | None]) -> None:
     if "unwrap_to_op_info" in vars(dispatcher):
         return
     if not all(hasattr(dispatcher, step) for step in steps):
-        raise UnsupportedError("this torch does not tell how it shares out tensors: install torch >= 2.11,<2.14")
+        raise UnsupportedError(f"this torch does not tell how it shares out tensors: install {wanted('torch')}.")
 
     def explained(stock: Any) -> Any:
         @functools.wraps(stock)
@@ -287,7 +288,7 @@ def exchangeable_data_of_parts() -> None:
     if "data" in vars(DTensor):
         return
     if "_local_tensor" not in DTensor.__slots__ or "_spec" not in DTensor.__slots__:
-        raise UnsupportedError("this torch keeps the parts of a DTensor elsewhere: install torch >= 2.11,<2.14")
+        raise UnsupportedError(f"this torch keeps the parts of a DTensor elsewhere: install {wanted('torch')}.")
     stock: Any = Tensor.data
 
     def exchange(part: Any, new: Any) -> None:

@@ -1,4 +1,4 @@
-"""Private names of torch: of tensors, modules, operators, autograd, DTensor and `fully_shard`.
+"""Private names of torch: of tensors, modules, operators and autograd.
 
 Each function checks what it relies on and says which package moved when the check fails.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import sys
-import weakref
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from hf_parallel.compat.versions import wanted
 from hf_parallel.errors import UnsupportedError
 
 
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-_DEEPEST = 40  # frames between a norm and the call of torch's clipping that asks for it
-ANSWERING: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of `answer_norms_of_nothing`
-_NUMBERS = itertools.count()
 WRITERS = ("torch.", "safetensors.", "accelerate.", "pickle.", "contextlib.")
 
 
@@ -98,7 +93,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """As `own_parameters`, buffers."""
+    """Like `own_parameters`, for buffers."""
     return module._buffers
 
 
@@ -109,7 +104,7 @@ def own_tensor(module: nn.Module, key: str) -> Tensor | None:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """As `own_parameters`, children."""
+    """Like `own_parameters`, for children."""
     return module._modules
 
 
@@ -153,28 +148,6 @@ def id_of_storage(storage: Any) -> int:
     return int(storage._cdata)
 
 
-def keep_class_name(module: nn.Module) -> None:
-    """Give the class that `fully_shard` made the name of the module's own: saving and label smoothing look at it.
-
-    Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
-    """
-    kind: Any = type(module)
-    plain, renamed = _named_as_before(kind)
-    type.__setattr__(renamed, "forward", plain.forward)  # of now: a class may have been patched since it was renamed
-    module.__class__ = renamed
-
-
-@functools.cache
-def _named_as_before(kind: Any) -> tuple[Any, type]:
-    """The class of before, and one for all its modules: `torch.compile` compiles each class by itself."""
-    from torch.distributed.fsdp import FSDPModule
-
-    place = FSDPModule._orig_cls_mro_index
-    plain: Any = kind.__mro__[place]
-    body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
-    return plain, type(plain.__name__, (kind,), body)
-
-
 def writes_arguments(op: Any) -> bool:
     """Whether an op changes one of its arguments in place."""
     return bool(op._schema.is_mutable)
@@ -186,7 +159,7 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 
     engine = getattr(Variable, "_execution_engine", None)
     if engine is None:
-        raise UnsupportedError("this torch has no autograd engine callbacks: install torch >= 2.11")
+        raise UnsupportedError(f"this torch has no autograd engine callbacks: install {wanted('torch')}.")
     engine.queue_callback(callback)
 
 
@@ -218,7 +191,7 @@ class Onlooker:
 
 
 def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
-    """As `gradient_hooks`, of `register_post_accumulate_grad_hook`."""
+    """Like `gradient_hooks`, for `register_post_accumulate_grad_hook`."""
     found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return found if found is not None else {}
 
@@ -243,130 +216,15 @@ def without_memory(kind: type, shape: Any, dtype: Any, device: Any) -> Any:
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
-def answer_norms_of_nothing(owner: Any) -> None:
-    """Have `owner.norm_of_nothing(norm_type)` say what torch's clipping finds over no gradients at all; None is torch's own, 0.
-
-    Args:
-        owner: Asked as long as it lives.
-    """
-    from torch import Tensor
-    from torch.nn import utils
-    from torch.nn.utils import clip_grad
-
-    ANSWERING[next(_NUMBERS)] = owner
-    stock: Any = getattr(clip_grad, "_get_total_norm", None)
-    code = getattr(getattr(clip_grad.clip_grad_norm_, "__wrapped__", None), "__code__", None)
-    if stock is None or code is None or not {"parameters", "is_generator"} <= {*code.co_varnames}:
-        raise UnsupportedError("this torch clips gradients in another way: install torch >= 2.11, < 3")
-    if stock.__module__ == __name__:
-        return
-
-    @functools.wraps(stock, assigned=("__name__", "__doc__"))
-    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        asks = (
-            not given and clips_one() is False
-        )  # a parameter without a gradient, clipped by itself, concerns no other stage
-        # The newest first, and the first that answers: what is collective comes in one order on all ranks.
-        owners = [owner for _, owner in sorted(ANSWERING.items(), reverse=True)] if asks else []
-        answers = (one.norm_of_nothing(float(norm_type)) for one in owners)
-        answer = next((answer for answer in answers if answer is not None), None)
-        return stock(given if answer is None else [answer], norm_type, *args, **kwargs)
-
-    clip_grad._get_total_norm = utils.get_total_norm = total_norm
-
-
-def clips_one() -> bool | None:
-    """Whether torch's clipping, in whose call this is, was given one tensor by itself; None for a list of one.
-
-    It makes a list of both, so the reason of a norm is in its frame only.
-    """
-    from torch import Tensor
-
-    found: bool | None = False
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
-        if frame is None:
-            break
-        name, where, told = frame.f_code.co_name, frame.f_globals.get("__name__"), frame.f_locals
-        if name == "total_norm" and where == __name__:
-            single = isinstance(told["tensors"], Tensor)
-            found = True if single else None if len(told["given"]) == 1 else False
-        elif name == "clip_grad_norm_" and where == "torch.nn.utils.clip_grad":
-            if "is_generator" not in told:
-                return True
-            return None if len(told["parameters"]) == 1 and not told["is_generator"] else False
-        frame = frame.f_back
-    return found
-
-
-class HookCarrier:
-    """Lets hooks on the parameters that `fully_shard` made run where autograd computes: on the gathered ones.
-
-    Args:
-        parts: Modules that `fully_shard` was called on.
-
-    Raises:
-        UnsupportedError: This torch keeps its parameters elsewhere.
-    """
-
-    def __init__(self, parts: Any) -> None:
-        self._pairs: list[tuple[Any, Any, Any]] = []
-        self._accumulation: dict[int, dict[int, Any]] = {}
-        for part in parts:
-            state = part._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            held = [one for group in groups for one in getattr(group, "fsdp_params", ())]
-            self._pairs += [(part, one, one.sharded_param) for one in held]
-        self._held = {id(sharded): held for _, held, sharded in self._pairs}
-        if not self._pairs:
-            raise UnsupportedError(
-                "this torch does not tell the parameters of fully_shard: install torch >= 2.11,<2.14"
-            )
-
-    def adopt(self, new: Tensor, old: Tensor) -> None:
-        """Hooks of a parameter that `fully_shard` has replaced; their handles go on removing them."""
-        if gradient_hooks(old):
-            new._backward_hooks = old._backward_hooks
-        if accumulation_hooks(old):
-            self._accumulation[id(new)] = accumulation_hooks(old)
-
-    def accumulating(self) -> list[Any]:
-        """Parts whose hooks on accumulated gradients see the gradient of one backward pass: that of the gathered parameter."""
-        return [sharded for _, _, sharded in self._pairs if self._accumulation.get(id(sharded))]
-
-    def follow(self) -> None:
-        """A training forward pass begins; collective where hooks were registered before the first."""
-        for part, held, sharded in self._pairs:
-            own, accumulated = sharded._backward_hooks, self._accumulation.get(id(sharded))
-            if not own and not accumulated:
-                continue
-            if not hasattr(held, "_unsharded_param"):
-                part.unshard()
-            gathered = held._unsharded_param
-            if own and gathered._backward_hooks is not own:
-                gathered._backward_hooks = own
-            if accumulated and gathered._post_accumulate_grad_hooks is not accumulated:
-                gathered._post_accumulate_grad_hooks = accumulated
-
-    def gathered_of(self, part: Tensor) -> Any:
-        """The parameter that a module has while this part of it is gathered; None before it was gathered for the first time."""
-        return getattr(self._held.get(id(part)), "_unsharded_param", None)
-
-    def gathered(self) -> list[tuple[Any, Any]]:
-        """The parameters that are gathered now, each with the part that this rank keeps of it."""
-        return [
-            (held._unsharded_param, part) for _, held, part in self._pairs if held.sharded_state.name == "UNSHARDED"
-        ]
-
-
 def in_backward_pass() -> bool:
     """Whether autograd is running a backward pass in this thread: a forward in it is a recomputation."""
     import torch
 
     current = getattr(torch._C, "_current_graph_task_id", None)
     if current is None:
-        raise UnsupportedError("this torch does not tell whether a backward pass is running: install torch >= 2.11")
+        raise UnsupportedError(
+            f"this torch does not tell whether a backward pass is running: install {wanted('torch')}."
+        )
     return bool(current() != -1)
 
 
@@ -379,7 +237,7 @@ def no_torch_function() -> contextlib.AbstractContextManager[None]:
 
 
 def no_torch_function_modes() -> contextlib.AbstractContextManager[None]:
-    """As `no_torch_function`, and modes that were entered see nothing either."""
+    """Like `no_torch_function`; modes that were entered see nothing either."""
     import torch
 
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()

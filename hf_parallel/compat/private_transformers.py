@@ -282,7 +282,7 @@ def is_causal_loss(function: Any) -> bool:
 
 
 def loss_functions(model: Any) -> tuple[Any, ...]:
-    """What decides what the model's own loss computes and may be replaced; the same objects as long as nothing is."""
+    """Objects that decide what the model's own loss computes; the same ones as long as nobody replaces any."""
     from torch.nn import functional
     from transformers.loss import loss_utils
 

@@ -52,7 +52,7 @@ class Bucket:
         return sum(param.numel() for param in self.params) < self.numel
 
     def slot(self, flat: Tensor, position: int) -> Tensor:
-        """Where a parameter is in a buffer, in its shape."""
+        """The view of a buffer that belongs to a parameter, in its shape."""
         param, start = self.params[position], self.offsets[position]
         return flat[start : start + param.numel()].view_as(param)
 

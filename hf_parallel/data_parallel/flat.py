@@ -129,7 +129,7 @@ class FlatShard:
         return self.master.dtype != self.shard.dtype
 
     def note(self) -> None:
-        """What `master` holds now is as it should be."""
+        """Remember the version of `master`: `refuse_changes` finds what user code writes to it later."""
         self.noted = version_of(self.master)
 
     def refuse_changes(self) -> None:
@@ -179,7 +179,7 @@ class FlatShard:
         return self.bucket.params
 
     def places(self, flat: Tensor) -> list[Tensor]:
-        """Where the parameters would be in another buffer of this layout, in their shapes."""
+        """The views of another buffer of this layout that would belong to the parameters, in their shapes."""
         pairs = zip(self.bucket.offsets, self.slots, strict=True)
         return [place_in(flat, offset, slot.shape) for offset, slot in pairs]
 

@@ -38,7 +38,8 @@ from hf_parallel.compat.private_dtensor_losses import (
     note_numbers_of_losses,
     plain_numbers_beside_plain,
 )
-from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters
+from hf_parallel.compat.private_fsdp import HookCarrier, keep_class_name
+from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.data_parallel.fsdp_parts import CopiedRows, KeptPart, is_part, local_of, split_state
 from hf_parallel.data_parallel.gathered import Gathered
@@ -86,16 +87,8 @@ class ShardedModel:
         offload: Literal["none", "pageable", "pinned"] = "none",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        whole_numbers_of_parts()
-        exchangeable_data_of_parts()
-        mark_rows_of_parts(CopiedRows)
-        whole_draws_of_parts()
-        whole_indices_of_parts()
-        explain_refusals_of_parts(_name_of)
-        note_numbers_of_losses(NUMBERS.note)
+        _teach_parts()
         NUMBERS.take()  # of another model, if its training failed
-        plain_numbers_beside_plain()
-        mean_gradients_of_wholes()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])
@@ -125,9 +118,8 @@ class ShardedModel:
             if any(parameter is not None for parameter in own_parameters(module).values()):
                 _NAMES[module] = name
                 module.register_forward_pre_hook(_refuse_parts)
-        model.register_forward_hook(
-            self._after_forward
-        )  # behind that of `fully_shard`, which keeps the root's gathered
+        # Behind that of `fully_shard`, which keeps the root's gathered.
+        model.register_forward_hook(self._after_forward)
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
@@ -143,10 +135,12 @@ class ShardedModel:
                 parameter.__class__ = KeptPart  # type: ignore[assignment]
         for name, old in before.items():
             if old is not after[name]:
-                vars(after[name]).update(
-                    {key: value for key, value in vars(old).items() if key not in vars(after[name])}
-                )
-                self._hooks.adopt(after[name], old)
+                self._take_over(old, after[name])
+
+    def _take_over(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Give a parameter that `fully_shard` made the attributes and hooks of the one that it replaces."""
+        vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})
+        self._hooks.adopt(new, old)
 
     def _count(self, num_bytes: int) -> None:
         self.sent_bytes += num_bytes
@@ -222,7 +216,7 @@ class ShardedModel:
                     )
 
     def gathered_of(self, part: Tensor) -> Tensor | None:
-        """What modules have in place of a part while it is gathered."""
+        """The gathered parameter that modules have in place of a part; None before the part was gathered for the first time."""
         gathered: Tensor | None = self._hooks.gathered_of(part)
         return gathered
 
@@ -271,6 +265,19 @@ def _name_of(part: Tensor) -> str | None:
                 if isinstance(one, DTensor) and local_of(one).untyped_storage().data_ptr() == memory:
                     return f"{prefix}.{key}".removeprefix(".")
     return None
+
+
+def _teach_parts() -> None:
+    """Teach torch's parts of a tensor what user code does with parameters, or to say why it cannot be done."""
+    whole_numbers_of_parts()
+    exchangeable_data_of_parts()
+    mark_rows_of_parts(CopiedRows)
+    whole_draws_of_parts()
+    whole_indices_of_parts()
+    explain_refusals_of_parts(_name_of)
+    note_numbers_of_losses(NUMBERS.note)
+    plain_numbers_beside_plain()
+    mean_gradients_of_wholes()
 
 
 def explained(call: Callable[..., Any]) -> Callable[..., Any]:

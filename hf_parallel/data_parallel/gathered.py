@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.compat.private_torch import HookCarrier
+from hf_parallel.compat.private_fsdp import HookCarrier
 
 
 OWN: Any = Tensor.grad  # the property of torch

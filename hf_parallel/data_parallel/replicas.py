@@ -81,7 +81,7 @@ class Replicas:
 
     @property
     def _reducers(self) -> list[GradientReducer]:
-        """What reduces gradients that are not partitioned."""
+        """The reducers of gradients that are not partitioned."""
         return [reducer for reducer in (self._reducer, self._experts) if reducer is not None]
 
     @property
@@ -153,7 +153,7 @@ class Replicas:
         )
 
     def _traffic(self) -> Traffic:
-        """How gradients are sent. Tied parameters are summed over their stages first, so their buckets wait for that."""
+        """Settings of the reduction. Tied parameters are summed over their stages first, so their buckets wait for that."""
         data_parallel, wire = self._settings.data_parallel, self.wire
 
         def kind(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], bool, bool, bool]:
@@ -182,7 +182,7 @@ class Replicas:
 
     @property
     def recorder(self) -> Recorder:
-        """What keeps when gradients were under way."""
+        """Records when gradients are under way."""
         return self._settings.recorder
 
     @property

@@ -82,7 +82,7 @@ class SharedCounts:
                     self.missed[name] = Missed(before.steps + 1, wanted)
 
     def of(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        """What is one number for a part, as it is for one of its parameters.
+        """The state of one parameter of a part, with its own number of steps in the place of the part's.
 
         Raises:
             UnsupportedError: The numbers of this parameter cannot be known.

@@ -83,7 +83,7 @@ class Wire(Protocol):
 
 @dataclass(frozen=True)
 class Traffic:
-    """How gradients are sent.
+    """Settings of the reduction of gradients over the replicas: buckets, wire, precision, and who waits for what.
 
     Args:
         bucket_bytes: Size at which a bucket is closed, at least 1.
@@ -154,7 +154,7 @@ class UnderWay:
 
 
 def announced_factor(wire: Wire, factor: float | None) -> float | None:
-    """What gradients are multiplied by that move before the reduction; None if they must wait for it.
+    """The factor of gradients that move into their bucket before the reduction; None if they must wait for it.
 
     Args:
         wire: What sends them.

@@ -10,7 +10,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os (stage 1) an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from zlib import crc32
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from hf_parallel.compat.private_collectives import all_gather_flat
 from hf_parallel.compat.torch_tools import sent_to
-from hf_parallel.data_parallel.buckets import Packer, lay_out
+from hf_parallel.data_parallel.buckets import Bucket, Packer, lay_out
 from hf_parallel.data_parallel.buffer_pool import BufferPool
 from hf_parallel.data_parallel.flat import (
     ALIGN,
@@ -100,15 +100,8 @@ class ZeroPartition:
         names = {id(param): name for name, param in params}
         self.groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         taken = [(name, param) for name, param in params if id(param) in index_of]
-
-        def kind_of(name: str, param: nn.Parameter) -> FlatKind:
-            return FlatKind(param.dtype, index_of[id(param)], traffic.kind(name, param))
-
         refuse_overlaps(taken)
-        size = shard_group.size()
-        buckets = lay_out(
-            taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * size, dtype=traffic.dtype
-        )
+        buckets = _buckets_of(taken, index_of, traffic, shard_group.size())
         sharers = traffic.sharers or (lambda name: shard_group)
         groups = [sharers(bucket.names[0]) for bucket in buckets]
         self.wires = {group: PlainWire(group, pool=self._pool) for group in groups if group not in (None, shard_group)}
@@ -326,7 +319,7 @@ class ZeroPartition:
                     work.wait()
 
     def note(self) -> None:
-        """What the optimizer has now is as it should be: later changes of it, outside of a step, are refused."""
+        """Remember the versions of the optimizer's parts: changes that come later, outside of a step, are refused."""
         for shard in self.shards:
             shard.note()
 
@@ -349,3 +342,15 @@ class ZeroPartition:
             if gradient is not None:
                 pieces += [gradient[at] if mask is None else gradient[at] * mask for at, mask in shard.counted]
         return pieces
+
+
+def _buckets_of(
+    taken: Sequence[tuple[str, nn.Parameter]], group_of: Mapping[int, int], traffic: Traffic, num_parts: int
+) -> list[Bucket]:
+    """Buckets of parameters of one dtype and one group of the optimizer each, which divide into `num_parts` aligned parts."""
+
+    def kind_of(name: str, param: nn.Parameter) -> FlatKind:
+        return FlatKind(param.dtype, group_of[id(param)], traffic.kind(name, param))
+
+    multiple = ALIGN * num_parts
+    return lay_out(taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=multiple, dtype=traffic.dtype)

@@ -38,7 +38,7 @@ def needed_ops(config: HFParallelConfig, *, on_cpu: bool) -> list[str]:
 
 
 def missing_compilers() -> list[str]:
-    """What is not installed of what builds need."""
+    """Tools that builds need and that are not installed."""
     return [name for name in COMPILERS if shutil.which(name) is None]
 
 

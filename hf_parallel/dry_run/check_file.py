@@ -71,7 +71,7 @@ class Checked:
 
     @property
     def errors(self) -> list[Finding]:
-        """What cannot work."""
+        """Findings that keep a run from starting."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
 
@@ -180,7 +180,7 @@ def _not_indented(
 
 
 def _named(place: _Place, error: str) -> Iterator[Finding]:
-    """What an error about the whole file says, by lines."""
+    """The parts of an error about a whole file, each at the line that it names."""
     path, text = place.path, place.text
     for message in re.split(rf"(?:^|\n){re.escape(str(path))}:(?=\d+: | )", error):
         number, rest = re.match(r"(?:(\d+):)? ?(.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
@@ -239,14 +239,14 @@ SIZES = ("tp_size", "pp_size", "sp_size")
 
 
 def _sizes_only(section: Mapping[str, Any] | None) -> HFParallelConfig:
-    """What is left of invalid settings, so that the rest of the file can be checked against it."""
+    """The sizes of invalid settings, so that the rest of the file can be checked against them."""
     try:
         return HFParallelConfig.from_mapping({k: v for k, v in (section or {}).items() if k in SIZES})
     except ConfigError:
         return HFParallelConfig()
 
 
-def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:
+def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool) -> Iterator[str]:
     """Settings that this machine cannot do.
 
     Args:
@@ -280,7 +280,7 @@ def _not_installed(deepspeed: bool) -> Iterator[str]:
         yield "zero.engine=deepspeed: DeepSpeed is not installed here. Run pip install 'hf_parallel[deepspeed]' where it runs."
 
 
-def machine_warnings(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:
+def machine_warnings(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool) -> Iterator[str]:
     """Settings that this machine does badly; arguments as for `machine_problems`."""
     if machine.gpus and all(gpu.capability >= AMPERE for gpu in machine.gpus):
         if str(accelerate.get("mixed_precision")).lower() == "fp16":

@@ -100,7 +100,7 @@ def _processes(checked: Checked) -> int:
 
 
 def layout_of_file(checked: Checked, dtype: Precision | None = None) -> Layout:
-    """Who holds what, of our engines, of DeepSpeed or of FSDP."""
+    """The layout that a file asks for, run by our engines, DeepSpeed or FSDP."""
     accelerate, processes = checked.accelerate, _processes(checked)
     on_node = max(1, processes // int(accelerate.get("num_machines", 1)))
     half = str(accelerate.get("mixed_precision", "no")).lower() in ("bf16", "fp16")

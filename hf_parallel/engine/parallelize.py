@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from hf_parallel.compat.private_quantised import keep_trainable
 from hf_parallel.engine.attach import attach
 from hf_parallel.engine.opening import for_inference, holdings_of, opening
-from hf_parallel.engine.plan.plans import agree, make_plans, summary
+from hf_parallel.engine.plan.plans import Plans, agree, make_plans, summary
 from hf_parallel.engine.plan.self_check import check_plans
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.plan.share_rows import check_rows, see_whole_rows, share_rows
@@ -37,10 +37,12 @@ from hf_parallel.engine.transform import (
     shard_sequence,
     spread_experts,
 )
-from hf_parallel.engine.weights import begin_alike_on_all, prepare_late_weights, warn_of_waste
+from hf_parallel.engine.weights import LateWeights, begin_alike_on_all, prepare_late_weights, warn_of_waste
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.weights.start import Start
 from hf_parallel.logs import told_if_slow
 from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.support import refuse_model
 from hf_parallel.monitor.recorder import Recorder
@@ -84,37 +86,22 @@ def parallelize(
         PlanError, ConfigError, UnsupportedError: The model cannot be parallelized as asked; nothing was changed.
         RankMismatchError: Ranks made different plans; nothing was changed.
     """
-    shape, shares = mesh.shape, config.zero.shards_parameters
-    _refuse_again(model)
-    refuse_model(
-        model,
-        shape.mp_size,
-        tp_size=shape.tp_size,
-        sp_size=shape.sp_size,
-        shares_parameters=shares,
-        num_copies=shape.num_copies,
-    )
+    _refuse(model, config, mesh.shape)
     keep_trainable(model)
     watchdog.runs("plans the stages and shards")
     started = time.monotonic()
     probes = Probes(model, device, sample) if needs_probes(config) else None
     verdicts = Verdicts()
     if probes is not None and config.remembers_verdicts:
-        verdicts = verdicts_of(model, config, shape, device, probes.batch)
+        verdicts = verdicts_of(model, config, mesh.shape, device, probes.batch)
     recorder = Recorder(device, on=config.monitor.records)
     setup = Setup(model, config, schedule, mesh, device, watchdog, verdicts, recorder)
 
     late = prepare_late_weights(setup)
     start = begin_alike_on_all(setup)
     with as_if_trained(model) as trains:
-        with late.computable(), told_if_slow(partial(_tell, setup, "plans stages and shards")):
-            plans = make_plans(setup, probes, late.stand_in)
-        agree(plans, setup, start)
-        if late.is_empty:
-            warn_of_waste(setup, plans.ledger)
-        with late.computable(), told_if_slow(partial(_tell, setup, "compares the planned parts with the whole model")):
-            compared = probes is not None and check_plans(setup, plans, probes, has_values=late.stand_in is None)
-            check_rows(setup, plans.rows, probes)
+        plans = _agreed_plans(setup, probes, late, start)
+        compared = _check(setup, plans, probes, late)
     holdings, seconds = holdings_of(plans, setup), time.monotonic() - started
 
     # Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states
@@ -143,11 +130,45 @@ def parallelize(
             lines = opening(plans, setup, holdings, of_replicas, seconds, compared=compared)
         else:
             lines = [for_inference(plans, setup, holdings, seconds, compared=compared)]
-        for line in lines:
-            logger.info("hf_parallel: %s", line)
-        for line in summary(plans, setup):
-            logger.debug("hf_parallel: %s", line)
+        _log(lines, summary(plans, setup))
     return engine
+
+
+def _refuse(model: nn.Module, config: HFParallelConfig, shape: MeshShape) -> None:
+    _refuse_again(model)
+    refuse_model(
+        model,
+        shape.mp_size,
+        tp_size=shape.tp_size,
+        sp_size=shape.sp_size,
+        shares_parameters=config.zero.shards_parameters,
+        num_copies=shape.num_copies,
+    )
+
+
+def _agreed_plans(setup: Setup, probes: Probes | None, late: LateWeights, start: Start) -> Plans:
+    """Plan stages and shards, and compare the plans over the ranks."""
+    with late.computable(), told_if_slow(partial(_tell, setup, "plans stages and shards")):
+        plans = make_plans(setup, probes, late.stand_in)
+    agree(plans, setup, start)
+    if late.is_empty:
+        warn_of_waste(setup, plans.ledger)
+    return plans
+
+
+def _check(setup: Setup, plans: Plans, probes: Probes | None, late: LateWeights) -> bool:
+    """Compare the planned parts with the whole model; whether anything was to compare."""
+    with late.computable(), told_if_slow(partial(_tell, setup, "compares the planned parts with the whole model")):
+        compared = probes is not None and check_plans(setup, plans, probes, has_values=late.stand_in is None)
+        check_rows(setup, plans.rows, probes)
+    return compared
+
+
+def _log(opening_lines: Iterable[str], details: Iterable[str]) -> None:
+    for line in opening_lines:
+        logger.info("hf_parallel: %s", line)
+    for line in details:
+        logger.debug("hf_parallel: %s", line)
 
 
 @contextmanager

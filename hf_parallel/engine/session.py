@@ -1,4 +1,4 @@
-"""What one run shares on this rank: settings, mesh, watchdog, and the engine once a model is attached."""
+"""The session of a run on this rank: settings, mesh, watchdog, and the engine once a model is attached."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from hf_parallel.tensor_parallel.run.sequence import SequenceMode, install_block
 
 @dataclass(frozen=True)
 class Stages:
-    """What a rank of a pipeline runs.
+    """The stages that a rank of a pipeline runs.
 
     Args:
         by_index: Stage index -> stage.

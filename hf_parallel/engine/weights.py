@@ -162,7 +162,7 @@ def _batch_for(narrow: Blueprint, sample: Mapping[str, Any]) -> dict[str, Any]:
 def alike_on_replicas(
     mesh: Mesh, ledger: Ledger, names: Iterable[str]
 ) -> dict[str, tuple[dist.ProcessGroup | None, list[str]]]:
-    """Who holds the same -> its group (None: nobody else does), and which of the names of a rank's tensors it holds alike."""
+    """Name of a set of ranks -> its group (None: this rank alone), and the names of the tensors that all ranks of it hold alike."""
     names = list(names)
     spread = {name for name in names if mesh.shape.ep_size > 1 and ledger.entries[name].spec is not None}
     return {

@@ -101,7 +101,7 @@ class _There(torch.autograd.Function):
 
 
 class _Back(torch.autograd.Function):
-    """What experts made of the rows that arrived, f[m H], to where they came from."""
+    """Sends the rows that experts made, f[m H], back to the ranks whose tokens they are of."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:

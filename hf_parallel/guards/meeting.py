@@ -109,7 +109,7 @@ class Meeting:
         return f"{here} and {beside}"
 
     def _told(self, what: str, *, alike: bool) -> dict[int, str] | None:
-        """What those who have come said; None if all have, and have said the same if they must."""
+        """The words of the ranks that have come so far; None if all have come (and, with `alike`, have said the same)."""
         if len(self._names) == 1 or not dist.is_initialized():
             return None
         self._store = self._store or private_store()

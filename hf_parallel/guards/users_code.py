@@ -15,5 +15,5 @@ def module_of(function: Any) -> str:
 
 
 def name_of(function: Any) -> str:
-    """As a reader finds it in the code."""
+    """The qualified name of a function, as a reader finds it in the code."""
     return str(getattr(function, "__qualname__", type(function).__qualname__))

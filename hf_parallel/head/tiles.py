@@ -81,7 +81,7 @@ class _Kept:
 
 @dataclass
 class Tiling:
-    """How the losses of one head are made.
+    """Sizes of the tiles in which the losses of one head are computed.
 
     Args:
         rows: Tokens of a tile; 0 for `rows_of_tile`.
@@ -124,7 +124,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Head:
-    """What turns hidden states f[... H] into logits f[... V].
+    """A head: turns hidden states f[... H] into logits f[... V].
 
     Args:
         weight: p[V H].

@@ -71,7 +71,7 @@ WATCHES = frozenset({"register_hook", "retain_grad", "register_post_accumulate_g
 
 @dataclass
 class Reads:
-    """What has become of the logits of one forward.
+    """How the logits of one forward were used: in tiles, or made.
 
     Args:
         tiled: Losses that were computed in tiles.

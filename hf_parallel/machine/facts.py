@@ -32,7 +32,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the rules about hardware look at.
+    """The hardware that rules about settings look at.
 
     Args:
         gpus: GPUs that torch can use.
@@ -51,7 +51,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """What is here; imports torch."""
+    """The hardware of this machine; imports torch."""
     import psutil
 
     limit = ram_limit()
@@ -70,7 +70,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def extensions_folder() -> Path:
-    """Where torch builds compiled ops."""
+    """The folder in which torch builds compiled ops."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
 

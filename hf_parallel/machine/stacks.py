@@ -69,7 +69,7 @@ def parse_stack(text: str, thread: int) -> list[Frame]:
 
 
 def activity_of(stack: Sequence[Frame]) -> Activity | None:
-    """What a stack says, the innermost first; None if nothing on it is known. Measured is only what is so all the way out."""
+    """The innermost known activity on a stack; None if none is known. It is measured only if all those around it are."""
     found = list(_activities(stack))
     return Activity(found[0].text, all(each.is_measured for each in found)) if found else None
 

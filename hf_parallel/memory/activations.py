@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hf_parallel.head.rows import is_tiled, rows_of_tile
 from hf_parallel.memory.cut import blocks_of_stages
-from hf_parallel.memory.moments import Batch, Part, Recorded, StageParts
+from hf_parallel.memory.moments import Batch, Part, Parts, Recorded, StageParts
 from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
@@ -107,7 +107,7 @@ def stages_of(shape: ModelShape, layout: Layout, work: Work) -> Stages:
 def stage_parts(
     shape: ModelShape, recorded: Recorded, layout: Layout, stages: Stages, rank: int, gradients: float
 ) -> list[StageParts]:
-    """What the stages of a rank take.
+    """Bytes that the stages of a rank take, part by part.
 
     Args:
         shape: Shape of the model.
@@ -118,20 +118,8 @@ def stage_parts(
         gradients: Bytes of all that the rank holds.
     """
     counts, tokens = stages.counts, stages.tokens
-    # What is gathered is in the precision that computes, and gradients are sent at once.
-    gathers = layout.engine == "fsdp2" and layout.stage > 0
-    parts = recorded.parts(
-        Batch(
-            *(tokens, stages.length, layout.tp_size, layout.sequence_parallel),
-            with_fixed=not gathers,
-            with_gradients=not shape.adapters,
-        )
-    )
-    forward, loss, head = parts.forward, parts.loss, parts.head
-    if _is_without_logits(shape, layout, tokens):
-        loss, head = _parts_without_logits(shape, layout, tokens)
-    elif layout.tp_size > 1:
-        loss, head = _parts_of_split_vocabulary(shape, layout, tokens)
+    parts = _parts_of_step(shape, recorded, layout, stages)
+    forward = parts.forward
     whole = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
     shares = layout.sequence_parallel and layout.tp_size > 1
     entry, gathered = whole / layout.tp_size if shares else whole, GATHERED_INPUTS * whole * shares
@@ -163,11 +151,30 @@ def stage_parts(
                 gradients=share,
                 late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
                 table=share * shape.head / max(1.0, weights[stage]) if stage == last else 0.0,
-                loss=loss if stage == last else None,
-                head=head if stage == last else None,
+                loss=parts.loss if stage == last else None,
+                head=parts.head if stage == last else None,
             )
         )
     return found
+
+
+def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages: Stages) -> Parts:
+    """What a microbatch takes in each part of the model, with the head and the loss of the layout."""
+    # What is gathered is in the precision that computes, and gradients are sent at once.
+    gathers = layout.engine == "fsdp2" and layout.stage > 0
+    parts = recorded.parts(
+        Batch(
+            *(stages.tokens, stages.length, layout.tp_size, layout.sequence_parallel),
+            with_fixed=not gathers,
+            with_gradients=not shape.adapters,
+        )
+    )
+    loss, head = parts.loss, parts.head
+    if _is_without_logits(shape, layout, stages.tokens):
+        loss, head = _parts_without_logits(shape, layout, stages.tokens)
+    elif layout.tp_size > 1:
+        loss, head = _parts_of_split_vocabulary(shape, layout, stages.tokens)
+    return replace(parts, loss=loss, head=head)
 
 
 def loss_bytes(shape: ModelShape, layout: Layout, tokens: float) -> float:

@@ -84,7 +84,7 @@ class Allocations:
         return self._events
 
     def peak(self, most: int = 12) -> Peak:
-        """When most was taken since `begin`.
+        """The moment since `begin` at which most memory was taken.
 
         Args:
             most: Groups of equal blocks to tell.

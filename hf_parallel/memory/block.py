@@ -1,4 +1,4 @@
-"""What autograd keeps of one block of a model, seen on fake tensors: no weights, no memory, a second or two.
+"""Counts what autograd keeps of one block of a model, on fake tensors: no weights, no memory, a second or two.
 
 A model of 2 blocks and one of up to 6 run at three lengths; they differ by blocks only, and how that grows with the length
 tells stored attention matrices from the rest.

@@ -155,7 +155,7 @@ def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
 
 
 def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
-    """As `parameters_of_ranks`, of the blocks alone."""
+    """Like `parameters_of_ranks`, counting the blocks alone."""
     block = _block(shape, layout) / layout.tp_size
     if layout.pp_size == 1:
         return [shape.layers * block]

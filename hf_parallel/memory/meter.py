@@ -83,7 +83,7 @@ class Meter(TorchDispatchMode):
             counter.clear()
 
     def counts(self) -> tuple[Counter[Any], ...]:
-        """What was counted since `begin`, memory left out."""
+        """Operations and messages counted since `begin`, without memory."""
         return self.messages.copy(), self.message_bytes.copy(), self.waits.copy()
 
     def repeat(self, without: tuple[Counter[Any], ...], times: int) -> None:
@@ -299,7 +299,7 @@ def _without_values(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def _made_up(name: str, read: Tensor) -> Any:
-    """What the host reads from a fake device: nothing differs, nothing happened."""
+    """Values for the host where it reads from a fake device: nothing differs, nothing happened."""
     if name in ("aten::nonzero", "aten::masked_select"):
         shape = (0, read.ndim) if name == "aten::nonzero" else (0,)
         return read.new_empty(shape, dtype=torch.int64 if name == "aten::nonzero" else read.dtype)

@@ -1,4 +1,4 @@
-"""What a part of a training step takes and leaves, as recorded on a few blocks: sums for any rows, length and tp ranks."""
+"""Bytes that each part of a training step takes and leaves, recorded on a few blocks, for any rows, length and tp ranks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a part runs on.
+    """The rows and tokens that a part of a step runs on, and what of it is sharded.
 
     Attributes:
         tokens: Tokens of the batch.
@@ -124,7 +124,7 @@ class Batch:
 
 
 def summed(changes: Iterable[Change], batch: Batch) -> Part:
-    """What a part takes and leaves."""
+    """Sum of what a part takes and leaves."""
     now = most = kept = casts = 0.0
     for one in changes:
         passing = batch.tokens * (one.linear + one.square * batch.length)

@@ -30,7 +30,7 @@ def _rows(terms: Mapping[str, float]) -> list[str]:
 
 
 def shortages(memory: Memory, gpu_bytes: float | None, host_bytes: float | None) -> list[str]:
-    """What cannot fit, with every term: the sizes, the rule, a fix. `OVERHEAD` and pinned rounding are left out.
+    """Problems where something cannot fit, with every term: the sizes, the rule, a fix. `OVERHEAD` and pinned rounding are left out.
 
     Args:
         memory: What is needed.
@@ -82,7 +82,7 @@ def _sum(terms: Mapping[str, float]) -> str:
 
 
 def _advice(terms: Mapping[str, float]) -> str:
-    """What lowers the largest term."""
+    """Advice that lowers the largest term."""
     advice = {
         "weights": "Raise tp_size or pp_size, or set zero.stage to 3.",
         "gradients": "Set zero.stage to 2 or more, or raise pp_size.",

@@ -1,4 +1,4 @@
-"""What memory depends on: the numbers of a model, who holds what, and what one step is about."""
+"""The inputs of memory estimates: sizes of a model, who holds what, and the batches of a step."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the ranks share and where it lies.
+    """How ranks share parameters, gradients and optimizer states, and in which memory these lie.
 
     Args:
         num_processes: Processes of the run; a multiple of tp_size * pp_size * sp_size.
@@ -162,7 +162,7 @@ class Layout:
 
     @functools.cached_property
     def schedule(self) -> ScheduleChoice:
-        """What the pipeline settings ask for.
+        """The schedule that the pipeline settings ask for.
 
         Raises:
             ScheduleError: The schedule does not fit the ranks.
@@ -172,7 +172,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Work:
-    """What one forward and backward of a rank is about.
+    """The batches of an optimizer step, as a rank gets them.
 
     Args:
         rows: Sequences a replica has in one forward (`per_device_train_batch_size`), 1 or more.

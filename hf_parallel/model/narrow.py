@@ -270,7 +270,7 @@ def _is_scaled(narrow: Any, wide: Any, ratios: frozenset[int]) -> bool:
 
 
 def _ratios(narrow: PretrainedConfig, wide: PretrainedConfig) -> frozenset[int]:
-    """How much wider, by channels and by words."""
+    """The factors by which the sizes in the config of the wide model are larger."""
     here, there = vars(narrow.get_text_config()), vars(wide.get_text_config())
     pairs = [(value, there[key]) for key, value in here.items() if type(value) is int and value != there[key]]
     return frozenset(large // small for small, large in pairs)

@@ -39,7 +39,7 @@ def _of_segment(mixed: int, segment: int) -> int:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """What draws on a device when code names no generator; a CUDA device without an index is the current one."""
+    """The generator that draws on a device when code names none; a CUDA device without an index is the current one."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

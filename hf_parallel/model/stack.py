@@ -51,7 +51,7 @@ def blocks_of(model: nn.Module, stack: str) -> list[nn.Module]:
 
 
 def kind_of(block: nn.Module) -> tuple[object, ...]:
-    """What blocks that compute alike have in common: class, names and shapes of parameters, settings of their modules.
+    """Facts that blocks which compute alike have in common: class, names and shapes of parameters, settings of their modules.
 
     Attributes that name a block's place in the stack (`layer_idx`) differ between all blocks and are left out.
     """

@@ -163,7 +163,7 @@ def leaf_paths(template: Template, path: Path = ()) -> Iterator[Path]:
 
 
 def outline(template: Template) -> str:
-    """What of a template decides what `rebuild` makes: kinds, keys, dtypes, hand-throughs, plain values."""
+    """Text of the facts in a template that decide what `rebuild` makes: kinds, keys, dtypes, hand-throughs, plain values."""
     if isinstance(template, Node):
         inner = ", ".join(f"{step}: {outline(child)}" for step, child in template.children)
         return f"{template.kind.__qualname__}({inner})"

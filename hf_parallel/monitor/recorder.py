@@ -108,7 +108,7 @@ class Recorder:
         return event
 
     def add(self, kind: str, index: int, microbatch: int, start: Any) -> None:
-        """What began at `start` is over; see `Span` for the words."""
+        """Record a span that began at `start` and ends now; see `Span` for the words."""
         if self._step is not None:
             self._step.raw.append((kind, index, microbatch, start, self.mark()))
 

@@ -52,10 +52,15 @@ class Sums:
 
     @property
     def bubble(self) -> float:
-        """Share of the schedules' time in which the rank did not compute, in [0, 1]; 0 without a schedule."""
-        return min(1.0, max(0.0, 1.0 - self.busy_s / self.window_s)) if self.window_s else 0.0
+        """Share of the schedules' time in which the rank did not compute."""
+        return idle_share(self.busy_s, self.window_s)
 
     def seconds(self, stage: int, kinds: str) -> float:
         """Mean of one microbatch in a stage, of some kinds of actions together."""
         own = self.stages.get(stage, {})
         return sum(own[kind][0] / own[kind][1] for kind in kinds if kind in own)
+
+
+def idle_share(busy_s: float, window_s: float) -> float:
+    """The bubble: share of a schedule's time in which a rank did not compute, in [0, 1]; 0 without a schedule."""
+    return min(1.0, max(0.0, 1.0 - busy_s / window_s)) if window_s else 0.0

@@ -144,7 +144,7 @@ class PipelinePlan:
         return any(version not in (None, version_of(parameter)) for parameter, version in known)
 
     def crossings(self, boundary: int) -> tuple[CrossingKey, ...]:
-        """What must be sent at the cut before block `boundary`, in a fixed order.
+        """Tensors that a stage must send at the cut before block `boundary`, in a fixed order.
 
         Args:
             boundary: 1 .. num_blocks; num_blocks is the cut between the last block and the tail.
@@ -276,7 +276,7 @@ class PipelinePlan:
         return None
 
     def addresses(self) -> tuple[object, ...]:
-        """What crosses at every boundary and how it is put back, whatever the sample was."""
+        """Tensors that cross at every boundary and how they are put back, in a form that does not depend on the sample."""
         return (
             *(self.stack, self.num_blocks, self.ran),
             *(repr(self._keys_at(b)) for b in range(1, self.num_blocks + 1)),

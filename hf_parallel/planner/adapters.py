@@ -75,7 +75,7 @@ def adapter_pass(
     return arithmetic + there, 2 * arithmetic + back
 
 
-def unpacked(block: BlockProfile, spec: LayoutSpec) -> float:
+def moved_by_unpacking(block: BlockProfile, spec: LayoutSpec) -> float:
     """Bytes that a pass, forward or backward, moves to unpack the quantised matrices of a block, each for its product."""
     if not spec.block_bits:
         return 0.0

@@ -21,7 +21,7 @@ MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """A job to be planned: model, machines, batch, and what of the layout is given.
 
     Attributes:
         profile: The model.

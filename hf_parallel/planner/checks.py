@@ -63,7 +63,7 @@ def optional(parameter: str, value: object) -> float | None:
 
 
 def all_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """What each check returns; one ConfigError with the words of all that refuse."""
+    """Run all checks, and return their results; one ConfigError with the words of all that refuse."""
     found, problems = {}, []
     for name, check in checks.items():
         try:

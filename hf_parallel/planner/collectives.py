@@ -53,7 +53,7 @@ def groups_of(spec: LayoutSpec, cluster: Cluster) -> dict[str, Group]:
 
 
 def by_copies(parameters: float, experts: float, spec: LayoutSpec, cluster: Cluster) -> list[tuple[float, Group]]:
-    """What a rank holds, and the ranks that have copies of it.
+    """Parameters of a rank, dense ones and experts apart, each with the group of ranks that have copies of them.
 
     Args:
         parameters: Parameters of the rank.

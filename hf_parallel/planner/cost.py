@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hf_parallel.planner.adapters import adapter_pass, is_beside, trained_share, unpacked
+from hf_parallel.planner.adapters import adapter_pass, is_beside, moved_by_unpacking, trained_share
 from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, by_copies, groups_of, one_way
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.hardware import Cluster
@@ -74,7 +74,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how micro-batches run; what the costs of all blocks share."""
+    """Inputs that the costs of all blocks share: layout, machines, length of a row, constants."""
 
     spec: LayoutSpec
     cluster: Cluster
@@ -110,7 +110,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     backward = products + late + kernels_back + core_back
     if is_beside(profile, spec):
         there, back = adapter_pass(profile, block, spec, place.tokens, place.rate, place.moved)
-        unpacking = unpacked(block, spec) / (c.unpack * place.moved)
+        unpacking = moved_by_unpacking(block, spec) / (c.unpack * place.moved)
         forward, backward = forward + there + unpacking, backward + back + unpacking
     again = 0.0
     if spec.recompute == "full":

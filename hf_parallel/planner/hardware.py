@@ -24,7 +24,7 @@ DEFAULT_DISK: Final = 2e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """What one accelerator can do; FLOP/s, bytes, bytes per second of one direction.
+    """Rates and sizes of one accelerator; FLOP/s, bytes, bytes per second of one direction.
 
     Attributes:
         peak: Dense bf16 products.
@@ -132,7 +132,7 @@ class Cluster:
         return gpu_table()[self.gpu]
 
     def constants(self, tokens: float) -> Constants:
-        """What the costs of a run on it are computed with.
+        """Constants of the cost formulas, for runs on this cluster.
 
         Args:
             tokens: Tokens of a rank and pass.

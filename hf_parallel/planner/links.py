@@ -30,7 +30,7 @@ class Traffic:
 
 
 def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> dict[str, Traffic]:
-    """What each axis sends, by its name: "tp", "pp", "dp", "sp" or "ep".
+    """Bytes that each axis sends in a step, by its name: "tp", "pp", "dp", "sp" or "ep".
 
     Collectives are rings, in which every rank sends to its neighbour: of a group on several nodes, one rank of each node
     sends to another node. Gradients of this package's own replicas are summed inside each node first.

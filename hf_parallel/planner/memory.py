@@ -19,7 +19,6 @@ from hf_parallel.planner.pipeline import placement, schedule_of
 from hf_parallel.planner.profile import BlockProfile, ModelProfile
 
 
-TERMS: Final = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 FRAGMENTATION: Final = 0.1  # of what comes and goes; states are allocated once
 # The same where a GPU is full: torch gives cached blocks back and tries again before it is out of memory. The largest batches
 # of MosaicML's table that ran on 40 GB leave 0.08.
@@ -155,7 +154,7 @@ def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[in
 
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
-    """As `parameters_of_ranks`, of experts alone."""
+    """Like `parameters_of_ranks`, counting the experts alone."""
     return _of_blocks(profile, spec, counts, lambda kind: kind.experts / spec.ep)
 
 

@@ -27,7 +27,7 @@ ROUNDS: Final = 4  # of pp micro-batches, after which a step holds what it held
 
 
 def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
-    """What a step of the model was recorded to take; None if another system runs the layout, or the model cannot be run."""
+    """The recorded memory of a step of the model; None if another system runs the layout, or the model cannot be run."""
     if profile.source is None or not spec.is_own or spec.kernels != "eager":
         return None
     return profile.source.recorded(
@@ -85,7 +85,7 @@ def _added(moments: Sequence[Moment], parts: Sequence[StageParts], sent: float, 
 
 
 def in_room_of(missing: float, terms: Mapping[str, float]) -> dict[str, float]:
-    """What terms take beyond the room of gradients that count as there and are not."""
+    """Bytes of each term that do not fit into `missing`, the room of gradients that are counted and not there yet."""
     found = {}
     for name, size in terms.items():
         taken = min(size, missing)

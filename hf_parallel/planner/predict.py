@@ -52,7 +52,7 @@ COMPRESSED: Final = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout costs; seconds and bytes.
+    """Predicted cost of a layout; seconds and bytes.
 
     Attributes:
         step_s: An optimizer step.
@@ -76,7 +76,7 @@ class Estimate:
 
     @property
     def total_bytes(self) -> float:
-        """What a monitor of the GPU shows."""
+        """Bytes of the fullest GPU, as `nvidia-smi` would show them."""
         return sum(self.memory_bytes.values())
 
     def as_dict(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def wait_for(started: Sequence[BaseProcess], folder: Path, limit_s: float) -> No
 
 
 def step_file(folder: Path, rank: int) -> Path:
-    """What a rank is doing, in words."""
+    """The file in which a rank notes what it does, in words."""
     return folder / f"{rank}.step"
 
 

@@ -172,7 +172,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What a model is to the planner.
+    """Sizes of a model, as far as the planner needs them.
 
     Attributes:
         hidden: Width of the residual stream.

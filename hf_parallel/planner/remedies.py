@@ -1,4 +1,4 @@
-"""What to say where nothing fits: by how many GB, and what would make it fit."""
+"""The message where no layout fits: how many GB are missing, and what would make one fit."""
 
 from __future__ import annotations
 

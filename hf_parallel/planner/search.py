@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def link_bytes(self) -> Traffic:
-        """What a link inside a node and a node's links to others carry in a step, of all axes."""
+        """Bytes that a link inside a node and a node's links to others carry in a step, for all axes."""
         own = self.links.values()
         return Traffic(sum(one.gpu for one in own), sum(one.node for one in own))
 

@@ -99,7 +99,7 @@ class Comparison:
 
 
 def perturbed_of(folder: Path) -> list[Path]:
-    """Where the perturbed references of a job have left what they recorded."""
+    """Folders in which the perturbed references of a job have left their records."""
     return sorted(folder.glob("perturbed*"))
 
 

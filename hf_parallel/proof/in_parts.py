@@ -78,7 +78,7 @@ def _rows(value: Any, start: int, rows: int) -> Any:
 
 
 def merged(passed: Sequence[Mapping[str, Any]], parts: int) -> list[dict[str, Any]]:
-    """What was noted of `parts` calls of a module after another, as if it was one call; see `trace.Passed`."""
+    """Merge the notes of `parts` calls of a module, one after another, into those of one call; see `trace.Passed`."""
     groups: dict[tuple[str, str, int, int], list[Mapping[str, Any]]] = {}
     for each in passed:
         groups.setdefault((each["module"], each["kind"], each["part"], each["call"] // parts), []).append(each)

@@ -180,7 +180,7 @@ def _run_all(folder: Path, runs: dict[str, Callable[[], None]], home: str | None
     return failed_at is None
 
 
-def _fork(folder: Path, run: Callable[[], None], home: str | None = None) -> int:
+def _fork(folder: Path, run: Callable[[], None], home: str | None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid:

@@ -1,4 +1,4 @@
-"""What is put around a Trainer so that its run can be compared: notes of gradients, parameters and passages, and a bug."""
+"""Watches a Trainer so that its run can be compared: notes gradients, parameters and passages, and plants a bug if asked."""
 
 from __future__ import annotations
 

@@ -38,7 +38,15 @@ def asynchronous_problems(
     with_it = f"with pipeline.schedule={name} is not available"
     back = "or pipeline.schedule to 1f1b"
     problems = [*_vertical_sync(pipeline), *_counts(pipeline, pp_size, accumulation)]
-    refused = [
+    refused = _refused(pipeline, zero, compression, local_sgd)
+    return problems + [f"{what} {with_it}: {why}. Set {fix}, {back}." for given, what, why, fix in refused if given]
+
+
+def _refused(
+    pipeline: PipelineConfig, zero: ZeroConfig, compression: GradientCompressionConfig, local_sgd: LocalSgdConfig
+) -> list[tuple[bool, str, str, str]]:
+    """Whether each refused setting is given, the setting, why it is refused and what to set instead."""
+    return [
         (
             zero.engine == "deepspeed",
             "zero.engine=deepspeed",
@@ -82,7 +90,6 @@ def asynchronous_problems(
             "pipeline.compile_blocks to none",
         ),
     ]
-    return problems + [f"{what} {with_it}: {why}. Set {fix}, {back}." for given, what, why, fix in refused if given]
 
 
 def _vertical_sync(pipeline: PipelineConfig) -> list[str]:

@@ -263,7 +263,7 @@ def check_fit(config: HFParallelConfig, accelerate: Mapping[str, Any] | None, la
 
 
 def _refuse_one_queue(config: HFParallelConfig) -> None:
-    """Where ranks would have GPUs: the process group, which needs the device, does not exist yet."""
+    """Refuse stages where a GPU has one queue for all streams; now, since a process group would need the device already."""
     if config.pp_size > 1 and has_one_queue(os.environ) and os.environ.get(USE_CPU_VARIABLE, "").lower() != "true":
         import torch
 

@@ -237,7 +237,7 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
 
 
 def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
-    """What stands beside `zero.engine: deepspeed` and would be a second set of settings, or none at all."""
+    """Problems of keys beside `zero.engine: deepspeed`: they would be a second set of settings, or have no effect."""
     problems = []
     if kind == "NO":
         problems.append(

@@ -15,7 +15,7 @@ from hf_parallel.settings.values import Count, NonNegative, Section, as_tuple, n
 
 
 class DataParallelConfig(Section):
-    """How gradients travel between the data-parallel replicas."""
+    """Settings of the messages in which data-parallel replicas average their gradients."""
 
     bucket_cap_mb: Annotated[
         float,
@@ -106,7 +106,7 @@ BIASED = frozenset({"topk", "onebit"})
 
 
 class GradientCompressionConfig(Section):
-    """What travels in the data-parallel gradient reduction."""
+    """Compresses the gradients that data-parallel replicas send each other."""
 
     method: Annotated[
         Method, Field(description="'none' or a codec: 'fp16', 'bf16', 'int8', 'int4', 'powersgd', 'topk', 'onebit'")
@@ -158,7 +158,7 @@ class GradientCompressionConfig(Section):
         Literal["auto"] | tuple[str, ...],
         BeforeValidator(as_tuple),
         Field(
-            description="what is sent as it is: a list of '1d' (vectors) and patterns of parameter names, or 'auto' "
+            description="what is sent uncompressed: a list of '1d' (vectors) and patterns of parameter names, or 'auto' "
             "(['1d']; nothing with fp16 and bf16)"
         ),
     ] = "auto"
@@ -187,7 +187,7 @@ class GradientCompressionConfig(Section):
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """What is sent as it is. A cast loses the same of a vector as of a matrix; the others share scales in blocks."""
+        """Parameters whose gradients are sent uncompressed. A cast loses the same of a vector as of a matrix; the others share scales in blocks."""
         if self.exclude != "auto":
             return self.exclude
         return () if self.method in ("fp16", "bf16") else ("1d",)
@@ -234,7 +234,7 @@ class GradientCompressionConfig(Section):
 
 
 class LocalSgdConfig(Section):
-    """How often the data-parallel replicas are averaged."""
+    """Lets data-parallel replicas train by themselves for some steps, and averages their weights after them (local SGD)."""
 
     sync_every: Annotated[
         Count, Field(description="an integer of 1 or more (optimizer steps between synchronisations)")

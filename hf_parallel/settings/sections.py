@@ -72,7 +72,7 @@ Backend: TypeAlias = Literal["none", "inductor", "aot_eager"]  # of torch.compil
 
 
 class PipelineConfig(Section):
-    """How the stack of blocks is cut into stages, and in which order the stages work."""
+    """Cuts the stack of blocks into stages, and orders the work of the stages."""
 
     schedule: Annotated[
         ScheduleName,
@@ -214,7 +214,7 @@ class PipelineConfig(Section):
         return problems
 
     def _rank_problems(self, pp_size: int) -> list[str]:
-        """What is said of single ranks, but not of all `pp_size` of them, or to a cut that does not ask."""
+        """Problems of settings that list the pipeline ranks: another number of ranks, or a cut that does not use them."""
         problems = []
         for name, value in (("rank_speed", self.rank_speed), ("rank_memory_gb", self.rank_memory_gb)):
             if value is None or pp_size == 1:  # without stages it has no effect, which is said elsewhere
@@ -308,7 +308,7 @@ class ActivationCheckpointingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """How checkpoints are written."""
+    """When and where checkpoints are written."""
 
     async_save: Annotated[
         bool,
@@ -342,8 +342,8 @@ class MonitorConfig(Section):
     hang_floor_s: Annotated[
         Seconds,
         Field(
-            description="seconds above 0 that a rank may wait for one that does what every step does, where ten times the longest "
-            "of the last steps is less (.inf: hang_timeout_s alone)"
+            description="least limit, in seconds above 0, of a wait for a rank that is in the middle of a step; the limit is ten times "
+            "the longest of the last steps where that is more, and at most hang_timeout_s (.inf: hang_timeout_s alone)"
         ),
     ] = 15.0
     batch_check_steps: Annotated[
@@ -379,7 +379,7 @@ class MonitorConfig(Section):
 
     @property
     def asked(self) -> list[str]:
-        """What only the monitor of a Trainer does and was asked for, as `key=value`."""
+        """Settings that only the monitor of a Trainer reads and that are set, as `key=value`."""
         default = type(self).model_fields["slow_rank_factor"].default
         given = {
             f"monitor.trace_steps={list(self.trace_steps)}": len(self.trace_steps) > 0,

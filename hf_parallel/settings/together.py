@@ -164,7 +164,7 @@ def other_sums(config: HFParallelConfig) -> list[str]:
 
 
 def _between_replicas(config: HFParallelConfig) -> list[str]:
-    """What the replicas do with each other, and whose work it is."""
+    """Problems of settings about the messages between replicas, some of which DeepSpeed handles itself."""
     method, every = config.gradient_compression.method, config.local_sgd.sync_every
     dtype_problems = config.data_parallel.problems({
         "zero.engine=deepspeed": config.zero.engine == "deepspeed",

@@ -220,7 +220,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class TPPlan:
-    """What every tensor-parallel rank does with the model.
+    """The tensor-parallel plan of a model: how each of its layers is sharded; the same on every rank.
 
     Args:
         tp_size: Number of ranks the plan is for.

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.data_loader import DataLoaderStateMixin, prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from transformers.trainer_utils import seed_worker
 
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
@@ -32,10 +30,10 @@ from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
+from hf_parallel.trainer.loaders import dispatch_to_replicas, shard_over_replicas, tell_epochs
 from hf_parallel.trainer.model_folder import Counts, counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
-from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
-from hf_parallel.trainer.stream_rows import count_rows
+from hf_parallel.trainer.replica_view import ReplicaViewMixin
 
 
 def refuse_in_loop(config: HFParallelConfig) -> None:
@@ -234,61 +232,18 @@ class HFParallelAccelerator(ReplicaViewMixin):
         """
         if is_prepared(data_loader):
             return super().prepare_data_loader(data_loader)
-        mesh, start = self.hf_parallel.mesh, data_loader.worker_init_fn
-        if isinstance(start, functools.partial) and start.func is seed_worker:
-            # A Trainer seeds workers by rank, and those of a model copy would draw other numbers.
-            data_loader.worker_init_fn = functools.partial(start, rank=mesh.dp_rank)
-        prepared = prepare_data_loader(
-            data_loader,
-            self.device,
-            num_processes=mesh.shape.dp_size,
-            process_index=mesh.dp_rank,
-            split_batches=self.split_batches,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
-            rng_types=self.rng_types.copy(),
-            dispatch_batches=self._dispatches(),
+        prepared = shard_over_replicas(
+            *(data_loader, self, self.hf_parallel),
+            device_placement=self.device_placement if device_placement is None else device_placement,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
-            even_batches=self.even_batches,
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.dataloader_config.data_seed,
-            non_blocking=self.non_blocking,
-            use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        refuse_unequal(prepared, mesh.shape.dp_size)
-        prepared_by(self).loaders.append(count_rows(dispatch_to_replicas(prepared, mesh)))
-        return self._announced(prepared)
-
-    def _announced(self, loader: Any) -> Any:
-        """The loader, which says when it begins an epoch: its first batch may take longer than those of steps."""
-        if isinstance(loader, DataLoaderStateMixin):
-            begin, watchdog = loader.begin, self.hf_parallel.watchdog
-
-            def begins() -> None:
-                watchdog.begins_epoch()
-                begin()
-
-            loader.begin = begins
-        return loader
-
-    def _dispatches(self) -> bool | None:
-        """Whether rank 0 reads for all; None as stock: if the data set is iterable.
-
-        A Trainer pads each batch to its own length, and what rank 0 dispatches must be of one length: there unset means no.
-        """
-        session, wanted = self.hf_parallel, self.dispatch_batches
-        if session.raw_loop:
-            return None if wanted is None else bool(wanted)
-        if wanted and session.config.model_parallel_size > 1:
-            raise ConfigError(
-                "dispatch_batches=True in a Trainer with pp_size or tp_size above 1: skipping batches when it resumes would "
-                "give every rank other rows. Leave dispatch_batches unset."
-            )
-        return bool(wanted)
+        prepared_by(self).loaders.append(prepared)
+        return tell_epochs(prepared, self.hf_parallel.watchdog)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As stock."""
         skipping = dispatch_to_replicas(super().skip_first_batches(dataloader, num_batches), self.hf_parallel.mesh)
-        return skipping if skipping is dataloader else self._announced(skipping)
+        return skipping if skipping is dataloader else tell_epochs(skipping, self.hf_parallel.watchdog)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As stock, stepping once a replica instead of once a process."""

@@ -99,7 +99,7 @@ def _choose(trainer: Trainer, sample: Mapping[str, Any] | None, links: Links) ->
 
 
 def given_by(trainer: Trainer, model: Any) -> dict[str, Any]:
-    """What the Trainer and its model say about the layout."""
+    """Keys of the layout that the Trainer and its model decide: precision, attention and so on."""
     args = trainer.args
     attention = attention_of(model.config)
     trained = [p.requires_grad for p in model.parameters()]

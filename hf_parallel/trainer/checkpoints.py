@@ -251,7 +251,7 @@ class CheckpointMixin(RestartMixin):
     def _publisher(
         self, staged: Path, final: Path, group: dist.ProcessGroup | None, *, in_memory: bool
     ) -> Callable[[], None]:
-        """What brings every file to disk, lists them, and gives the folder its name; only then may older ones go."""
+        """A function that brings every file to disk, lists them, and gives the folder its name; only then may older folders go."""
         mesh, state, args = self._hf_parallel_mesh, self.state, self.args
         step, best, writer = state.global_step, state.best_model_checkpoint, args.should_save
         adds, is_new = self._callbacks_add_files and group is None and not in_memory, self._hf_parallel_is_new

@@ -50,7 +50,7 @@ OURS = re.compile(r"parts\.pt|rank_[0-9]+\.pt|custom_checkpoint_[0-9]+\.pkl|trai
 
 
 def holdings_of(accelerator: HFParallelAccelerator) -> Holdings:
-    """What this rank has of the run."""
+    """The parts of the run that this rank holds."""
     engine, config = accelerator.hf_parallel_engine, accelerator.hf_parallel.config
     attachment, replicas = engine.attachment, engine.gradients.replicas
     compression = config.gradient_compression if replicas.local is None else config.local_sgd.compression
@@ -58,7 +58,7 @@ def holdings_of(accelerator: HFParallelAccelerator) -> Holdings:
     return Holdings(attachment.ledger, attachment.mesh, *held, replicas, compression)
 
 
-def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replaces: bool = True) -> None:
+def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replaces: bool) -> None:
     """Write everything that a loop carries from step to step; collective.
 
     Args:
@@ -122,7 +122,7 @@ def _own_save(engine: Engine) -> Any:
 
 
 def _own(accelerator: HFParallelAccelerator) -> dict[str, Any]:
-    """What each rank has for itself: random states, and where its loaders are."""
+    """State that each rank has for itself: random states, and the positions of its loaders."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
     loaders = [
         loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None

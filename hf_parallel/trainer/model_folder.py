@@ -55,7 +55,7 @@ def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Mee
 
 @dataclass(frozen=True)
 class Counts:
-    """What a whole model says of its parameters, before it is cut and sharded.
+    """Counts and names of the parameters of the whole model, taken before it is cut and sharded.
 
     Args:
         of_peft: All of them as PEFT counts; None for a model without adapters.

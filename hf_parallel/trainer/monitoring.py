@@ -99,7 +99,7 @@ def shorten(callback: TrainerCallback) -> None:
 
 
 def monitor_of(trainer: Trainer) -> Monitor | None:
-    """What measures the training of a Trainer that runs now."""
+    """The monitor of a Trainer; None without one."""
     callbacks = trainer.callback_handler.callbacks
     return next((one.monitor for one in callbacks if isinstance(one, MonitorCallback)), None)
 

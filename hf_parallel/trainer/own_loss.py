@@ -22,7 +22,7 @@ MOST_ASKED: Final = 8  # times; each calls the function up to ten times
 
 @dataclass(frozen=True)
 class Judged:
-    """What is thought of a function.
+    """Whether a loss function may be computed by microbatches, and what that answer depends on.
 
     Args:
         function: The function.

@@ -31,18 +31,18 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     @property
     def param_groups(self) -> Any:
         """As stock: groups of the model's parameters, also where the optimizer has flat parts of them."""
-        parts = self.gradients.shown_parts(self.optimizer)
+        parts = self.gradients.states.shown_parts(self.optimizer)
         return self.optimizer.param_groups if parts is None else parts.groups()
 
     @param_groups.setter
     def param_groups(self, groups: Any) -> None:
-        if self.gradients.shown_parts(self.optimizer) is not None:
+        if self.gradients.states.shown_parts(self.optimizer) is not None:
             refuse_groups()
         self.optimizer.param_groups = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As stock; torch does not know which parameters are in flat parts."""
-        parts, given = self.gradients.shown_parts(self.optimizer), param_group["params"]
+        parts, given = self.gradients.states.shown_parts(self.optimizer), param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
         if parts is not None and any(map(parts.has, given)):
             raise ValueError("some parameters appear in more than one parameter group")
@@ -51,7 +51,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     @property
     def state(self) -> Any:
         """As stock; numbers over the elements of a part are refused."""
-        return self.gradients.shown_states(self.optimizer)
+        return self.gradients.states.shown(self.optimizer)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -59,13 +59,13 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """As stock: of the parameters that this rank updates."""
-        self.gradients.settle_states()
+        self.gradients.states.settle()
         state: dict[str, Any] = super().state_dict()
         return marked_state(state) if self.is_part else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As stock."""
-        self.gradients.settle_states()
+        self.gradients.states.settle()
         super().load_state_dict(plain_state(state_dict))
 
     def step(self, closure: Any = None) -> None:
@@ -84,7 +84,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """What was prepared; an optimizer of the user's around another one is not taken off: it has state of its own."""
+    """The optimizer without accelerate's wrapper; one of the user's around another stays, since it has state of its own."""
     while isinstance(optimizer, AcceleratedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer

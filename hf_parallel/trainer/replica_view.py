@@ -6,78 +6,20 @@ means and counts are those of stock data parallelism.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
-from accelerate.utils import recursively_apply, reduce, slice_tensors
+from accelerate.utils import recursively_apply, reduce
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh import Mesh
+from hf_parallel.trainer.loaders import Place
 from hf_parallel.trainer.stream_rows import rows_of_last
-
-
-@dataclass
-class _Place:
-    """As much of accelerate's `PartialState` as splitting asks for."""
-
-    num_processes: int
-    process_index: int
-    device: torch.device
-
-
-def dispatch_to_replicas(loader: Any, mesh: Mesh) -> Any:
-    """Let a loader that rank 0 reads for all (`dispatch_batches`) give the ranks of a model copy the same rows.
-
-    Args:
-        loader: Any loader; others than `DataLoaderDispatcher` stay as they are.
-        mesh: This rank's mesh.
-
-    Returns:
-        The loader.
-    """
-    if not isinstance(loader, DataLoaderDispatcher):
-        return loader
-    cut = slice_tensors if loader.slice_fn is None else loader.slice_fn
-
-    def slice_of_replica(data: Any, part: slice, *args: Any, **kwargs: Any) -> Any:
-        if part.start:  # that of rank x; the first rows, which fill up a last batch, are the same for all
-            rows = part.stop - part.start
-            part = slice(mesh.dp_rank * rows, (mesh.dp_rank + 1) * rows)
-        return cut(data, part, *args, **kwargs)
-
-    # Rank 0 alone reads, so ranks keep their numbers; what is read and split is counted in replicas.
-    loader.state = _Place(mesh.shape.dp_size, mesh.rank, loader.state.device)
-    loader.slice_fn = slice_of_replica
-    return loader
-
-
-def refuse_unequal(loader: Any, dp_size: int) -> None:
-    """Refuse a loader of which some replicas would get more batches than others.
-
-    Raises:
-        ConfigError: `even_batches` is off, and the rows do not divide.
-    """
-    sampler = getattr(loader, "batch_sampler", None)
-    if dp_size == 1 or not isinstance(sampler, BatchSamplerShard) or sampler.even_batches:
-        return
-    counts = []
-    for replica in range(dp_size):
-        other = copy.copy(sampler)
-        other.process_index = replica
-        counts.append(len(other))
-    if len(set(counts)) > 1:
-        raise ConfigError(
-            f"even_batches=False: the {dp_size} replicas would get {counts} batches, and those with more would wait for the "
-            "others. Leave even_batches True, which fills up the last batches, or make the DataLoader with drop_last=True."
-        )
 
 
 class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
@@ -177,7 +119,7 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """As stock, between the replicas: the ranks of a model copy get the same part."""
-        place = _Place(self.num_processes, self.process_index, self.device)
+        place = Place(self.num_processes, self.process_index, self.device)
         split: Callable[..., AbstractContextManager[Any]] = PartialState.split_between_processes
         with split(place, inputs, apply_padding) as part:
             yield part

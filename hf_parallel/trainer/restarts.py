@@ -70,12 +70,12 @@ class RestartMixin(ResumeMixin):
 
     @property
     def _run_dirs(self) -> list[Path]:
-        """Where checkpoints of this run are: on disk, and in memory if some are written there."""
+        """Folders with checkpoints of this run: on disk, and in memory if some are written there."""
         disk = Path(self.args.output_dir or ".")
         return [disk, memory_folder(disk)] if self._checkpoint_settings.memory_steps else [disk]
 
     def _begin_run(self, wanted: str | bool | None) -> str | bool | None:
-        """Where to resume from: what the user wants, else what this launch wrote before it started these processes.
+        """The checkpoint to resume from: what the user wants, else what this launch wrote before it started these processes.
 
         Raises:
             CheckpointError: It has another number of rows in a step than this world, which would go on with other rows.

@@ -41,7 +41,7 @@ class ResumeMixin(SavingMixin):
     """Resuming by all ranks; everything falls back to stock for a Trainer that hf_parallel does not drive."""
 
     def _holdings(self) -> Holdings:
-        """What this rank has of the run; the model is parallelized if it was not yet."""
+        """The parts of the run that this rank holds; the model is parallelized if it was not yet."""
         session = self.hf_parallel_session
         if session is None:
             return self._held_alone()
@@ -65,7 +65,7 @@ class ResumeMixin(SavingMixin):
 
     @property
     def _run_dirs(self) -> list[Path]:
-        """Where checkpoints of this run may be."""
+        """Folders that may have checkpoints of this run."""
         return [Path(self.args.output_dir or ".")]
 
     def _newest_checkpoint(self) -> str:

@@ -160,7 +160,7 @@ class SavingMixin(Base):
         return not session.config.keeps_parts
 
     def _save_whole(self, folder: Path) -> None:
-        """As `save_model` without other ranks, which may be elsewhere."""
+        """Like `save_model`, but without the other ranks, which may be elsewhere."""
         if self.args.should_save:
             with naming_folder(self._hf_parallel_mesh, folder):
                 self._write_folder(folder, self.accelerator.get_state_dict(self.model))

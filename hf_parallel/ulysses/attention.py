@@ -37,7 +37,7 @@ KNOWN = ("eager", "sdpa")  # implementations whose masks are made of indices alo
 
 @dataclass
 class Shared:
-    """What the attention of a model knows of its rows; one for each model.
+    """State that all attention layers of a model share: the group, and facts about the rows.
 
     Args:
         group: The ranks that share the sequence.

@@ -139,7 +139,7 @@ def _tried(model: nn.Module, shared: Shared, sample: Mapping[str, Any], plain: F
 def _tried_alone(
     model: nn.Module, shared: Shared, forward: Callable[..., Any], sample: Mapping[str, Any], trail: Trail
 ) -> str:
-    """What a forward without messages raises: where one rank alone raises, the others would wait for what it does not send."""
+    """The error of a forward that sends no messages, "" if none: if one rank alone raised in one that does, the others would wait."""
     shared.is_alone = True
     try:
         with _trained(model), watched(model, trail, _length(sample)):

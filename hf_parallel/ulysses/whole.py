@@ -32,7 +32,7 @@ class Enough(BaseException):
 
 @dataclass(frozen=True)
 class Place:
-    """How a module sees whole rows.
+    """Where a module that must see whole rows is called, and which dim of its output is the sequence.
 
     Args:
         calls: Calls of the module in one forward.
@@ -142,7 +142,7 @@ class WholeRows:
         return see
 
     def _of_whole_rows(self, x: Any) -> Tensor | None:
-        """What `x`, the positions of the part or a view of all of them, is for whole rows; None of anything else."""
+        """The positions of whole rows, if `x` is those of the part (or a view of all of them); None for anything else."""
         if self._cut is None or self.positions is None or not isinstance(x, Tensor):
             return None
         local, whole = self.positions

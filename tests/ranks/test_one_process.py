@@ -134,12 +134,12 @@ def test_a_trace_and_a_report_are_written(tmp_path: Path) -> None:
     assert {"hf_parallel_report.html", "hf_parallel_report.json", "hf_parallel_trace.json"} <= written
 
 
-def small_trainer(parallel: dict[str, Any], steps: int = 2, accumulation: int = 3) -> Trainer:
-    """A Trainer in this process."""
+def small_trainer(parallel: dict[str, Any]) -> Trainer:
+    """A Trainer in this process, of two steps of three batches."""
     settings = TrainingArguments(
         *("unused", 4),
-        gradient_accumulation_steps=accumulation,
-        max_steps=steps,
+        gradient_accumulation_steps=3,
+        max_steps=2,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,

@@ -356,7 +356,7 @@ USES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 }
 
 
-def head_and_hidden(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Tensor]:
+def head_and_hidden() -> tuple[nn.Linear, Tensor]:
     generator = torch.Generator().manual_seed(0)
     head = nn.Linear(7, 11)
     with torch.no_grad():

@@ -54,8 +54,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")  # type: ignore[no-untyped-call]
 
 
-def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
-    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
 

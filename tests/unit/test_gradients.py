@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_parallel.compat.private_torch import answer_norms_of_nothing
+from hf_parallel.compat.private_clipping import answer_norms_of_nothing
 from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas

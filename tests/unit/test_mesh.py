@@ -7,7 +7,7 @@ from datetime import timedelta
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_parallel.errors import ConfigError
@@ -25,6 +25,7 @@ ORDERED = st.sampled_from(
 
 
 @given(ORDERED)
+@settings(deadline=None)
 def test_coordinates_and_ranks_are_inverse(shape: MeshShape) -> None:
     places = [shape.coordinates(rank) for rank in range(shape.world_size)]
     assert len(set(places)) == shape.world_size == shape.dp_size * shape.pp_size * shape.tp_size * shape.sp_size
@@ -34,6 +35,7 @@ def test_coordinates_and_ranks_are_inverse(shape: MeshShape) -> None:
 
 
 @given(SHAPES)
+@settings(deadline=None)
 def test_the_ranks_of_a_model_copy_are_neighbours_and_tp_is_innermost(shape: MeshShape) -> None:
     for ranks in shape.groups(lambda d, p, t, s: (d,)):
         assert ranks == list(range(ranks[0], ranks[0] + shape.mp_size))
@@ -44,6 +46,7 @@ def test_the_ranks_of_a_model_copy_are_neighbours_and_tp_is_innermost(shape: Mes
 
 
 @given(ORDERED)
+@settings(deadline=None)
 def test_groups_partition_the_world(shape: MeshShape) -> None:
     for axis in range(4):
         groups = shape.groups(lambda *place, axis=axis: (*place[:axis], *place[axis + 1 :]))
@@ -53,6 +56,7 @@ def test_groups_partition_the_world(shape: MeshShape) -> None:
 
 
 @given(ORDERED)
+@settings(deadline=None)
 def test_so_many_replicas_of_a_stage_are_neighbours_and_places_in_groups_stay(shape: MeshShape) -> None:
     inside = shape.groups(lambda d, p, t, s: (d // shape.dp_inside, p))
     assert all(ranks == list(range(ranks[0], ranks[0] + shape.dp_inside * shape.stage_size)) for ranks in inside)

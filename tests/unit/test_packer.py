@@ -23,14 +23,14 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def packer(*, align: int = 1, flagged: bool = True) -> tuple[Packer, list[nn.Parameter], list[Tensor]]:
+def packer(*, align: int = 1) -> tuple[Packer, list[nn.Parameter], list[Tensor]]:
     """Of one bucket, with its parameters in the bucket's order and a gradient of each."""
     named = [(f"p{index}", nn.Parameter(torch.zeros(shape))) for index, shape in enumerate(SHAPES)]
     (bucket,) = lay_out(named, align=align)
     for param in bucket.params:
         param.grad = torch.randn(param.shape)
     return (
-        Packer([bucket], BufferPool(keeps=False), flagged=flagged),
+        Packer([bucket], BufferPool(keeps=False), flagged=True),
         list(bucket.params),
         [param.grad.clone() for param in bucket.params],
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_parallel.checkpoints.state.dcp import INDEX, TensorIndex, save_pieces
@@ -44,6 +44,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(1, 4), min_size=0, max_size=4), st.data())
+@settings(deadline=None)
 def test_boxes_of_a_run_are_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     whole = numbered(tuple(shape))
     start = data.draw(st.integers(0, whole.numel()))

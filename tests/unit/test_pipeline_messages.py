@@ -37,7 +37,6 @@ class LoopTransport:
 
     device = torch.device("cpu")
     receive_ahead = 2
-    serial = False
 
     def __init__(self) -> None:
         self.wire: list[tuple[Tensor, ...]] = []

@@ -13,7 +13,7 @@ from hf_parallel.planner.collectives import Group, all_reduce, bytes_s, group_of
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import CHOICES, layout_of
-from hf_parallel.planner.memory import TERMS, kept_activations, memory_bytes
+from hf_parallel.planner.memory import kept_activations, memory_bytes
 from hf_parallel.planner.pipeline import cut, makespan, placement
 from hf_parallel.planner.predict import predict
 from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
@@ -30,6 +30,7 @@ def gpt(hidden: int, layers: int, heads: int, vocab: int = 51200) -> ModelProfil
 
 
 SMALL = gpt(2048, 24, 16)
+TERMS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 LAYOUTS = [
     {"tp": 8, "dp": 2},
     {"tp": 2, "pp": 4, "dp": 2, "num_microbatches": 8},

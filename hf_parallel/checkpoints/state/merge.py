@@ -129,7 +129,7 @@ def _adapters_of(checkpoint: Path) -> dict[str, Stored]:
 
 
 def _parameters_of(checkpoint: Path) -> dict[str, object]:
-    """What the index says beside names, of a checkpoint with several files."""
+    """The number of parameters that the index of a checkpoint with several files gives."""
     index = checkpoint / WEIGHTS_INDEX
     metadata: dict[str, object] = read_json(index).get("metadata", {}) if index.is_file() else {}
     return {name: value for name, value in metadata.items() if name == "total_parameters"}

@@ -32,7 +32,7 @@ MISSED_BY_USER = "missed_by_user"  # of a parameter that took fewer steps than o
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those that hold the same optimizer state.
+    """The place of a rank among those that hold the same optimizer state.
 
     Args:
         ledger: The model's ledger.
@@ -54,11 +54,11 @@ class Place:
 
     @property
     def suffix(self) -> str:
-        """What marks the state of one replica."""
+        """The end of a name that marks the state of one replica."""
         return "" if self.replica is None else f"@dp{self.replica}"
 
     def shard_mark(self, entry: Entry) -> str:
-        """What marks a tensor that is not in the shape of its parameter: what it was made from."""
+        """The mark in the name of a tensor that is not in the shape of its parameter: from which shard it was made."""
         parts, axis = self.mesh.parts, "ep" if self.mesh.shape.ep_size > 1 else "tp"
         return WHOLE if entry.spec is None or parts.size == 1 else f"@{axis}{parts.rank}of{parts.size}"
 

@@ -35,7 +35,7 @@ def keeps_debt(settings: GradientCompressionConfig) -> bool:
 
 
 def method_of(settings: GradientCompressionConfig) -> dict[str, Any]:
-    """What a residual depends on."""
+    """Settings that a residual depends on."""
     names = {"topk": ("density",), "powersgd": ("matrix_approximation_rank",)}.get(settings.method, ())
     return {"method": settings.method, **{name: getattr(settings, name) for name in names}}
 

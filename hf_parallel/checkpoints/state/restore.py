@@ -60,7 +60,7 @@ class SavedState:
         return {key: dtype for key, dtype in self._keys.get(name, {}).items() if "@" not in key}
 
     def numbers(self, name: str) -> dict[str, Any]:
-        """What is one number for a parameter."""
+        """The entries of a parameter's state that are one number."""
         return {key: value for key, value in self._numbers.get(name, {}).items() if key != MISSED_BY_USER}
 
     def missed_by_user(self, name: str) -> bool | None:
@@ -185,7 +185,7 @@ def _restore_flat(zero: ZeroPartition, saved: SavedState, settings: Sequence[Map
 
 
 def _shared_numbers(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], dict[str, Missed]]:
-    """What is one number for a flat part, and which of its parameters took fewer steps.
+    """The state of a flat part that is one number, and which of its parameters took fewer steps.
 
     Raises:
         CheckpointError: Its parameters have unequal numbers, and nobody knows why.

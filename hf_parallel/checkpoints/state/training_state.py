@@ -63,7 +63,7 @@ class Versions(Protocol):
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a rank has of a run.
+    """The parts of a run that a rank holds and that a checkpoint keeps.
 
     Args:
         ledger: The model's ledger.

@@ -58,7 +58,7 @@ def adapter_names(model: Any, ledger: Ledger) -> dict[str, dict[str, str | None]
 
 
 def gather_adapters(
-    model: Any, ledger: Ledger, held: Mapping[str, torch.Tensor], mesh: Mesh, *, everything: bool = False
+    model: Any, ledger: Ledger, held: Mapping[str, torch.Tensor], mesh: Mesh, *, everything: bool
 ) -> dict[str, torch.Tensor]:
     """The part of the model's state dict that PEFT writes, whole, on world rank 0; {} elsewhere. Collective.
 

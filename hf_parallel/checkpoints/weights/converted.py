@@ -15,7 +15,7 @@ from hf_parallel.checkpoints.weights.gather import weight_files
 
 
 def conversion_of(folder: Path, model: object) -> Callable[[str], torch.Tensor | None]:
-    """What makes the model's tensors of those in a folder, by name; None for one that the folder has nothing for.
+    """A function that makes the model's tensors, by name, of those in a folder; it gives None where the folder has nothing.
 
     Args:
         folder: The checkpoint.

@@ -25,6 +25,7 @@ from hf_parallel.mesh import Mesh
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+COPY_AGAIN = "Save or copy the folder again, or resume from another checkpoint."  # ends messages about a folder that lacks files
 
 
 def gather_tensors(
@@ -183,8 +184,7 @@ def weight_files(folder: Path, reader: Reader | None = None) -> dict[str, Path]:
             return dict.fromkeys((reader or own).tensors(single), single)
     if index is None:
         raise CheckpointError(
-            f"{folder} has no {WEIGHTS} and no {WEIGHTS_INDEX}: it is not a complete checkpoint. "
-            "Save or copy the folder again, or resume from another checkpoint."
+            f"{folder} has no {WEIGHTS} and no {WEIGHTS_INDEX}: it is not a complete checkpoint. {COPY_AGAIN}"
         )
     return _indexed(index, listed)
 
@@ -203,16 +203,10 @@ def _indexed(index: Path, listed: Mapping[str, object] | None) -> dict[str, Path
         )
     missing = sorted(str(index.parent / file) for file in files if not (index.parent / file).is_file())
     if missing:
-        raise CheckpointError(
-            f"{index} names files that do not exist: {', '.join(missing)}. Save or copy the folder again, or resume from another "
-            "checkpoint."
-        )
+        raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing)}. {COPY_AGAIN}")
     unlisted = sorted(files - listed.keys()) if listed is not None else []
     if unlisted:
-        raise CheckpointError(
-            f"{index} names {', '.join(unlisted)}, which the manifest does not list. Save or copy the folder "
-            "again, or resume from another checkpoint."
-        )
+        raise CheckpointError(f"{index} names {', '.join(unlisted)}, which the manifest does not list. {COPY_AGAIN}")
     return {name: index.parent / file for name, file in names.items()}
 
 

@@ -69,7 +69,7 @@ def streams(model: nn.Module) -> bool:
 
 
 def plan_export(model: PreTrainedModel, ledger: Ledger, max_shard_size: str | int = MAX_SHARD_SIZE) -> Export:
-    """What a folder with the whole model will hold; pure.
+    """Plan the files of a folder with the whole model; pure.
 
     Args:
         model: The model, cut and sharded; only its rules of names are read.
@@ -188,7 +188,7 @@ def _tell(folder: Path | None) -> None:
 
 
 def _at_the_end(folder: Path) -> Path:
-    """Where a folder is when it is whole; see `folders.STAGING`."""
+    """The final place of a folder that is still being written; see `folders.STAGING`."""
     return Path(*(part for part in folder.parts if part != STAGING))
 
 
@@ -225,7 +225,7 @@ def move_files(staging: Path, folder: Path) -> None:
 
 
 def move_in(staging: Path, folder: Path, export: Export) -> None:
-    """As `move_files`, and say what was written."""
+    """Like `move_files`, and log what was written."""
     move_files(staging, folder)
     sizes = [sum(t.nbytes for t in tensors.values()) for tensors in export.files.values()]
     count = sum(len(tensors) for tensors in export.files.values())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 
 SCALE_BYTES = 4  # one fp32 number a block
+OF_ONE_SCALE = 2048  # elements of fp16
 
 
 class GradientCompressor(ABC):
@@ -32,7 +33,7 @@ class GradientCompressor(ABC):
 
     @abstractmethod
     def decode(self, payload: Tensor) -> Tensor:
-        """What is left, f32[n], of the vector that `payload` is the code of."""
+        """Decode `payload` to f32[n]: what the code has kept of the vector."""
 
     @property
     def ratio(self) -> float:
@@ -45,13 +46,12 @@ class CastCompressor(GradientCompressor):
 
     Args:
         dtype: torch.bfloat16 or torch.float16.
-        block: Elements that share a scale; fp16 only.
     """
 
-    def __init__(self, dtype: torch.dtype, block: int = 2048) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._scaled = dtype == torch.float16
-        self.block = block if self._scaled else 1
+        self.block = OF_ONE_SCALE if self._scaled else 1
         self.bytes_per_block = 2 * self.block + (1 if self._scaled else 0)
 
     def encode(self, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class CompressedWire:
         return self.lane.submit(self.job(flat, bucket))
 
     def job(self, flat: Tensor, bucket: Layout | None) -> Job:
-        """What `all_reduce` gives to the lane."""
+        """The job that `all_reduce` submits to the lane."""
         self.counters.collectives += 1
         self.counters.bytes += flat.nbytes
         ranks = self.group.size()

@@ -15,6 +15,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.machine.facts import this_machine
 from hf_parallel.memory.shape import config_of
 from hf_parallel.memory.terms import Precision, Work
+from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import find_recipe
 from hf_parallel.settings.values import spelled
 
@@ -62,42 +63,23 @@ def dry_run_recipe(  # noqa: PLR0913 - the names are the interface
     checked = check_file(find_recipe(str(recipe)), this_machine())
     if checked.errors:
         raise ConfigError("\n".join(map(str, checked.errors)))
-    for name, value in {"rows": rows, "length": length}.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value}: it is 1 or more. Give the batches you train on.")
-    if precision not in (None, *PRECISIONS):
-        raise ConfigError(
-            f"precision={spelled(precision)}: expected one of {', '.join(PRECISIONS)}. Leave it out to take that of the file."
-        )
+    _refuse_batches(rows, length, precision)
     _refuse_other_engines(checked)
     layout = layout_of_file(checked, precision)
     if not 0 <= rank < layout.num_processes:
         raise ConfigError(
             f"rank={rank}: the file starts {layout.num_processes} processes. Give a rank from 0 to {layout.num_processes - 1}."
         )
-    config = config_of(str(model)) if isinstance(model, (str, PathLike)) else model
-    if not hasattr(config, "to_dict"):
-        raise ConfigError(
-            f"model={spelled(model)}: expected a transformers config, or a path to one. Give AutoConfig.from_pretrained(...)."
-        )
-    accelerate = checked.accelerate
+    config = _config_of_model(model)
     if lora_rank < 0 or (lora_rank and layout.tp_size > 1):
         raise ConfigError(
             f"lora_rank={lora_rank} with tp_size={layout.tp_size}: it is 0 or more, and 0 with tensor parallelism, whose plan takes "
             "values. Leave it out, or run a file with tp_size 1."
         )
-    if checked.config is None or checked.config.layout == "auto":
-        raise ConfigError(
-            "layout=auto: there is no layout before training starts. Plan with `hf-parallel plan --write FILE` and give that file."
-        )
-    if checked.config.ep_size > 1:
-        raise ConfigError(
-            f"ep_size={checked.config.ep_size}: how many tokens travel to a rank depends on their values, which a dry run has not. Run a "
-            "file with ep_size 1."
-        )
+    accelerate = checked.accelerate
     return run_dry(
         Job(
-            config=checked.config,
+            config=_settings_of(checked),
             model=config,
             work=Work(rows, length, accumulation=accumulation_of(checked, accumulation)),
             rank=rank,
@@ -110,6 +92,40 @@ def dry_run_recipe(  # noqa: PLR0913 - the names are the interface
             lora_rank=lora_rank,
         )
     )
+
+
+def _refuse_batches(rows: int, length: int, precision: str | None) -> None:
+    for name, value in {"rows": rows, "length": length}.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: it is 1 or more. Give the batches you train on.")
+    if precision not in (None, *PRECISIONS):
+        raise ConfigError(
+            f"precision={spelled(precision)}: expected one of {', '.join(PRECISIONS)}. Leave it out to take that of the file."
+        )
+
+
+def _config_of_model(model: Any) -> Any:
+    """The transformers config that `model` is or names."""
+    config = config_of(str(model)) if isinstance(model, (str, PathLike)) else model
+    if not hasattr(config, "to_dict"):
+        raise ConfigError(
+            f"model={spelled(model)}: expected a transformers config, or a path to one. Give AutoConfig.from_pretrained(...)."
+        )
+    return config
+
+
+def _settings_of(checked: Checked) -> HFParallelConfig:
+    """The settings of a file, if a dry run can follow them."""
+    if checked.config is None or checked.config.layout == "auto":
+        raise ConfigError(
+            "layout=auto: there is no layout before training starts. Plan with `hf-parallel plan --write FILE` and give that file."
+        )
+    if checked.config.ep_size > 1:
+        raise ConfigError(
+            f"ep_size={checked.config.ep_size}: how many tokens travel to a rank depends on their values, which a dry run has not. Run a "
+            "file with ep_size 1."
+        )
+    return checked.config
 
 
 def _refuse_other_engines(checked: Checked) -> None:

@@ -1,4 +1,4 @@
-"""What answers questions about values in a dry run: a model that is narrow where the real one is large."""
+"""The model that answers questions about values in a dry run: a narrow one where the real one is large."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL_ENOUGH: Final = 64e6  # elements of a block: a model of two such is planne
 
 
 def stand_in_for(model: nn.Module, config: Any) -> StandIn:
-    """What answers questions about values, for a model without them.
+    """The model that answers questions about values, for one without them.
 
     Args:
         model: The whole model on `meta`.

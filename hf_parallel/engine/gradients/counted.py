@@ -39,7 +39,7 @@ class Counted:
         return self._mask(name, parameter, self._ranges(name, parameter))
 
     def of_stage(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
-        """As `of_model`, also where another stage counts the parameter in the norm of the model."""
+        """Like `of_model`, but also where another stage counts the parameter in the norm of the model."""
         return self._mask(name, parameter, self._ranges(name, parameter, own=True))
 
     def _mask(self, name: str, parameter: nn.Parameter, ranges: list[tuple[int, int]] | None) -> bool | torch.Tensor:

@@ -148,7 +148,7 @@ def _untried(optimizer: torch.optim.Optimizer, mesh: Mesh, error: CannotTry | No
 
 
 def refuse_crossing_now(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """As `refuse_crossing_updates`, of an optimizer that has changed since it was asked about, by this rank alone."""
+    """Like `refuse_crossing_updates`, by this rank alone, for an optimizer that has changed since it was asked about."""
     if mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
         return
     if any(group["params"] for group in optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""What happens to gradients between the last backward and the optimizer step, driven by the ledger.
+"""Sums, averages and clips gradients between the last backward pass and the optimizer step, as the ledger says.
 
 Shared parameters are summed over the pipeline ranks that hold them, everything is reduced over dp once per optimizer step, and
 the global norm counts every element of the full model exactly once, whatever the mesh. With ZeRO the gradients end up
@@ -7,9 +7,8 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,15 +31,14 @@ from hf_parallel.engine.gradients.optimizer_rules import (
     refuse_whole_tensor_updates,
     watch_later_steps,
 )
+from hf_parallel.engine.gradients.optimizer_states import OptimizerStates
 from hf_parallel.engine.gradients.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.arrivals import Arrivals
 from hf_parallel.guards.gradients.hooks import HookGuard
 from hf_parallel.guards.gradients.showing import ShownGradients
 from hf_parallel.guards.optimizers.crossing import keeps_by_place
-from hf_parallel.guards.optimizers.parts import ShownOptimizer
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
-from hf_parallel.guards.optimizers.states import guard_states, shown_states
 from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
 from hf_parallel.guards.weights.exchanged import WeightGuard
 from hf_parallel.guards.weights.trained import SameChange
@@ -63,6 +61,7 @@ class GradientSync:
 
     Attributes:
         settings: Settings of the optimizers.
+        states: What user code sees of the optimizers' states.
         in_window: Whether the last backward pass was not the last of its step.
         given_away: Whether the last backward pass was `torch.autograd.grad`, which leaves no gradients here.
         total_norm: Norm of the full model's gradient, whatever is shown of it.
@@ -85,7 +84,6 @@ class GradientSync:
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
         self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self._parameters.items()}
-        self._shown_parts: ShownOptimizer | None = None
         self.in_window = self.given_away = False
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
@@ -96,10 +94,11 @@ class GradientSync:
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
         self.updates = 0  # steps that optimizers have begun; alike on the ranks of a model copy
+        self.states = OptimizerStates(ledger, self._parameters, self.replicas)
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
         self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
         self._same_change = SameChange(mesh, settings.waiting)
-        self.replicas.before_reading += [self.settle_states, self._parts.judge, self.told.settle]
+        self.replicas.before_reading += [self.states.settle, self._parts.judge, self.told.settle]
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -162,7 +161,7 @@ class GradientSync:
         self.arrivals.hide()
 
     def begin_callers_backward(self) -> None:
-        """The caller's backward pass for what `end_schedule` hid."""
+        """The caller backpropagates a loss: it sees the gradients that `end_schedule` hid."""
         self.arrivals.show()
 
     def take_reduced(self, name: str) -> torch.Tensor | None:
@@ -208,7 +207,7 @@ class GradientSync:
 
     @torch.no_grad()
     def _join(self) -> None:
-        """What the step before left, where nobody has cleared it, and what this one has brought are one gradient again."""
+        """Add the gradients of the step before, where nobody has cleared them, to those of this step."""
         self.arrivals.join(self._num_holders)
         self.shown.join_parts(self._num_holders)
 
@@ -282,7 +281,7 @@ class GradientSync:
 
     @property
     def recorder(self) -> Recorder:
-        """What keeps when this rank did what."""
+        """Records when this rank does what."""
         return self.replicas.recorder
 
     @property
@@ -370,7 +369,7 @@ class GradientSync:
         self.replicas.adopt(optimizer, model)
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
-            self._guard_states(optimizer)
+            self.states.guard(optimizer)
             clears_both(optimizer, self.shown.cleared)
         hooks.settle()
         self.settings.add(optimizer)
@@ -381,38 +380,6 @@ class GradientSync:
         sharded = self.replicas.sharded
         here = parameter if sharded is None else sharded.now(parameter)
         return next((name for name, one in self._parameters.items() if one is here), None)
-
-    def _guard_states(self, optimizer: torch.optim.Optimizer) -> None:
-        zero = self.replicas.zero
-        if zero is not None and optimizer is zero.optimizer:
-            guard_states(
-                optimizer, ((n, p) for s in zero.shards for n, p in zip(s.bucket.names, s.bucket.params, strict=True))
-            )
-
-    def shown_parts(self, optimizer: torch.optim.Optimizer) -> ShownOptimizer | None:
-        """What user code sees of a guarded optimizer of flat parts; None of another."""
-        zero = self.replicas.zero
-        if zero is None or optimizer is not zero.optimizer:
-            return None
-        self._shown_parts = self._shown_parts or ShownOptimizer(zero, self._parameters)
-        return self._shown_parts
-
-    def settle_states(self) -> None:
-        """What user code made of the states of a partitioned optimizer counts; before a step, and before they are saved.
-
-        Raises:
-            UnsupportedError: Parameters that share a state were treated unlike each other.
-        """
-        if self._shown_parts is not None:
-            self._shown_parts.settle()
-
-    def shown_states(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
-        """The states of a guarded optimizer as user code sees them: those of parts say so."""
-        parts = self.shown_parts(optimizer)
-        if parts is not None:
-            return parts.states()
-        shards = {id(p) for name, p in self._parameters.items() if self._ledger.entries[name].spec is not None}
-        return shown_states(optimizer.state, lambda p: id(p) in shards) if shards else optimizer.state
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""
@@ -431,15 +398,14 @@ class GradientSync:
         self.settings.use()
         self.shown.compare_factors()
         self.shown.take_back()
-        self.settle_states()
+        self.states.settle()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.updates += 1
         self.before_update()
         self._parts.refuse_changes()
         zero = self.replicas.zero
-        if zero is not None:
-            self._guard_states(optimizer)
+        self.states.guard(optimizer)
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.replicas.sharded is not None:

@@ -86,7 +86,7 @@ class ToldOverParts:
         self._awaited.settle()
 
     def compare_weights(self, device: torch.device) -> None:
-        """As a norm does, without one; collective over the world.
+        """Compare the weights over the ranks, as every norm does in passing; collective over the world.
 
         Args:
             device: Where the ranks send from.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from hf_parallel.model.probes import Probes
 from hf_parallel.model.tensors import only_tensor
 from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
-from hf_parallel.tensor_parallel.plan.trace import find_linears, run, undisturbed
+from hf_parallel.tensor_parallel.plan.trace import find_linears, replaced, run, undisturbed
 from hf_parallel.tensor_parallel.plan.vocab_plan import find_ends
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
@@ -184,7 +183,7 @@ def _run_tail(
         torch.set_grad_enabled(True)
         return product(inputs[-1], parameters[0], parameters[1] if len(parameters) > 1 else None)
 
-    with _forward_of(head, forward), torch.no_grad():
+    with replaced(head, "forward", forward), torch.no_grad():
         loss = loss_of(run(model, given))
     if len(inputs) != 1:
         raise _RefusedError(f"one forward calls the head {len(inputs)} times")
@@ -195,18 +194,6 @@ def _run_tail(
 
 def _leaf(tensor: Tensor) -> Tensor:
     return (tensor.detach().float() if tensor.dtype.itemsize < 4 else tensor.detach()).requires_grad_()
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(module).get("forward")
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        del vars(module)["forward"]
-        if before is not None:
-            vars(module)["forward"] = before
 
 
 def _close(value: Tensor, reference: Tensor) -> bool:

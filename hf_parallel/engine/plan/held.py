@@ -58,7 +58,7 @@ def places_of(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, parts: int, copies: int = 1) -> Holding:
-    """What the first rank of a pipeline stage keeps of a model that is still whole.
+    """Bytes that the first rank of a pipeline stage will keep of a model that is still whole.
 
     Args:
         model: The model.

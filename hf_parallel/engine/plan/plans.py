@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plans:
-    """What was found out, equal on every rank.
+    """The plans for a model, equal on every rank.
 
     Args:
         forward: The genuine forward of the model, as it is when it is parallelized; it keeps logits local in training

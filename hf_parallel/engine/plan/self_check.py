@@ -45,7 +45,7 @@ OF_NARROW = (
 )
 
 
-def check_plans(setup: Setup, plans: Plans, probes: Probes, *, has_values: bool = True) -> bool:
+def check_plans(setup: Setup, plans: Plans, probes: Probes, *, has_values: bool) -> bool:
     """Compare loss and gradients of the cut and of the sharded model with the whole one, on rank 0; all hear the verdict.
 
     Args:

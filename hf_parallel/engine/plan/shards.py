@@ -44,7 +44,7 @@ class NarrowShards:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a plan was made with in place of the whole model.
+    """The smaller model that a plan was made with, in place of the whole one.
 
     Args:
         kept: Blocks that show what all blocks do to a layer; None where that is not known, or not to be used.

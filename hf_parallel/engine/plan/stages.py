@@ -63,7 +63,7 @@ class Cut:
 
 
 def plan_cut(
-    setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: StandIn | None, shards: TPPlan | None = None
+    setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: StandIn | None, shards: TPPlan | None
 ) -> Cut:
     """Cut by cost; collective where costs or ranks are measured, or where the weights are not read yet.
 
@@ -166,7 +166,7 @@ def _backward_kind(
 
 
 def whole_batches(model_name: str, why: str) -> str:
-    """What it costs that code in backward passes needs the gradients of whole batches."""
+    """The warning where code in backward passes needs the gradients of whole batches: what that costs."""
     return (
         f"{model_name} runs every batch as one microbatch ({why}): right, but the stages wait for each other within a batch. Give "
         "smaller batches and a larger gradient_accumulation_steps to overlap them."
@@ -174,7 +174,7 @@ def whole_batches(model_name: str, why: str) -> str:
 
 
 def twice_forward(model_name: str, why: str) -> str:
-    """What it costs that code in backward passes needs the gradient of the loss as it is backpropagated."""
+    """The warning where code in backward passes needs the gradient of the loss as it is backpropagated: what that costs."""
     return (
         f"{model_name} runs every batch forward twice ({why}): what your loop multiplies the loss with is known only when it is "
         "backpropagated. Compute the loss from outputs.logits of a call without labels to spare the second pass."
@@ -196,7 +196,7 @@ def _judged_loss(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any]) 
 
 
 def whole_loss(model_name: str, why: str) -> str:
-    """What it costs that a loss cannot be put together from those of microbatches."""
+    """The warning where a loss cannot be put together from those of microbatches: what that costs."""
     return (
         f"the loss of {model_name} is not known to add up over microbatches ({why}), so every batch with labels runs as one "
         "microbatch: right, but the stages wait for each other within a batch. To overlap them give smaller batches "

@@ -1,4 +1,4 @@
-"""What was found out about a model is remembered from one start to the next, in a folder that may be deleted at any time.
+"""Remembers from one start to the next what was found out about a model, in a folder that may be deleted at any time.
 
 A verdict that is remembered wrongly would be wrong training without a word. So a verdict belongs to everything that it may
 depend on (see `verdicts_of`), only success is remembered, and where something decides that is not known, nothing is.

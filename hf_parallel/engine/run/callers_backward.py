@@ -1,4 +1,4 @@
-"""What schedules of a pipeline have made of the losses that one backward pass of the caller's goes through.
+"""Gradients that schedules of a pipeline have made, until the caller's backward pass through their losses ends.
 
 A fused schedule has run before the pass, and its gradients wait until their loss is backpropagated. Others run in the pass.
 Either way gradients come to `p.grad` when the pass ends: a parameter may have hooks, which see what the whole pass gives

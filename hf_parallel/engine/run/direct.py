@@ -8,12 +8,11 @@ the instance's `forward` from `install` on and notice when somebody replaces it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.state import GradientState
@@ -23,10 +22,10 @@ from torch import nn
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward, set_aside
-from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients.sync import GradientSync
 from hf_parallel.engine.plan.held import Table
 from hf_parallel.engine.run.expected import Expected
+from hf_parallel.engine.run.methods import install_methods
 from hf_parallel.engine.run.pipeline_inputs import refuse_attentions
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.backwards import Backwards
@@ -203,17 +202,8 @@ class Engine:
         self._installed = forward
         self.model.forward = forward
         vars(self.model)["no_sync"] = self.no_sync
-        if self.gradients.replicas.partitions:
-            vars(self.model)["resize_token_embeddings"] = _refuse_resize
-            vars(self.model)["zero_grad"] = functools.partial(
-                _zero_grad, self.model.zero_grad, self.gradients.replicas
-            )
-        if self.mesh.shape.copy_size > 1 or self.gradients.replicas.sharded is not None:
-            vars(self.model)["__deepcopy__"] = _refuse_copy
-            vars(self.model)["resize_token_embeddings"] = _refuse_resize
-            vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
-        else:
-            vars(self.model)["__deepcopy__"] = functools.partial(_copy_whole, self.model, patched)
+        in_parts = self.mesh.shape.copy_size > 1 or self.gradients.replicas.sharded is not None
+        install_methods(self.model, self.gradients.replicas, patched, in_parts=in_parts)
 
     def keep_buffers(self) -> None:
         """Leave each replica the buffers that it has, as DDP does with `broadcast_buffers=False`."""
@@ -386,52 +376,3 @@ def _signature_of(attachment: Attachment) -> inspect.Signature:
     found = inspect.signature(attachment.forward)
     nameless = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in found.parameters.values())
     return inspect.signature(base_model(attachment.model).forward) if nameless else found
-
-
-def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:
-    """`model.zero_grad()`: with ZeRO the gradients that count are those of the optimizer's parts."""
-    own(set_to_none)
-    replicas.zero_grad()
-
-
-def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:
-    """`save_pretrained` that insists on the gathered weights: by itself it would write this rank's part as the model."""
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        if save_pretrained is None or kwargs.get("state_dict") is None:
-            raise UnsupportedError(
-                "model.save_pretrained() on a parallelized model would save this rank's part as if it were all. Call "
-                "trainer.save_model(folder), or pass state_dict=accelerator.get_state_dict(model)."
-            )
-        return save_pretrained(*args, **kwargs)
-
-    return save
-
-
-def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
-    raise UnsupportedError(
-        "resize_token_embeddings() was called after the model was prepared, with pp_size or tp_size above 1 or with ZeRO: ranks hold "
-        "parts of the embedding or of its optimizer's state. Call it before trainer.train() or accelerator.prepare()."
-    )
-
-
-def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:
-    """A copy of a whole model (an EMA makes one) runs its own forward: ours would run this model's weights."""
-    names = [
-        name for name in ("forward", "__deepcopy__", "zero_grad", "no_sync", "save_pretrained") if name in vars(model)
-    ]
-    ours: dict[str, Any] = {name: vars(model).pop(name) for name in names}
-    if patched is not None:
-        vars(model)["forward"] = patched
-    try:
-        return copy.deepcopy(model, memo)
-    finally:
-        vars(model).update(ours)
-
-
-def _refuse_copy(memo: object) -> NoReturn:
-    raise UnsupportedError(
-        "copy.deepcopy of a parallelized model: its stages and shards belong to this rank's process groups. For a moving average keep "
-        "copies of this rank's weights by name ({n: p.detach().clone() for n, p in model.named_parameters()}), and write them back with "
-        "p.copy_ under torch.no_grad(); for a whole model save it with trainer.save_model() and load that."
-    )

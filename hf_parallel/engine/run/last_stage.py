@@ -1,4 +1,4 @@
-"""What the last stage of a pipeline computes, made known to all ranks of the model copy: losses and logits.
+"""Sends what the last stage of a pipeline computes to all ranks of the model copy: losses and logits.
 
 The messages also carry a digest of the batch that each rank has read, and whether it has frozen a parameter, so that these
 comparisons cost no message of their own.

@@ -43,7 +43,7 @@ NOT_NOW = "this call gives none, or microbatches of another shape. Read it where
 
 @dataclass
 class CallKind:
-    """What is known of calls with the same flags, alike on all stages.
+    """Outputs and uses of calls with the same flags, known alike on all stages.
 
     Attributes:
         gives: Name of each tensor -> whether it had a graph when it was last looked at.
@@ -174,7 +174,7 @@ class OtherOutputs:
     # -- kinds of calls ------------------------------------------------------------------------------------------
 
     def known(self, batch: Mapping[str, Any]) -> CallKind | None:
-        """What is known of calls with the flags of `batch`."""
+        """The kind of calls with the flags of `batch`; None before the first."""
         return self._kinds.get(_flags(batch))
 
     def learn(self, batch: Mapping[str, Any], caught: Caught) -> CallKind:

@@ -3,14 +3,12 @@
 Three modes. *Fused* (training with labels): forward and backward of the whole schedule happen inside the forward call;
 the loss it returns carries an autograd node whose backward only checks and finishes the step. *Split* (training
 without labels, for losses computed by the user on logits): all forwards in the forward call, all backwards when the
-user's loss is backpropagated; every microbatch's activations live in between. *Forward only* (evaluation).
+user's loss is backpropagated (see `split.py`). *Forward only* (evaluation).
 
 The Trainer multiplies the loss it gets by factors of its own (accumulation, replicas, loss scale). Fused backwards run
 before those are known, so they are seeded with 1 (or the fp16 loss scale). Where stock code alone stands between the
 data loader and the model (an announced window), one factor is applied once, to the summed gradients. Where user code
 does, the gradients of each forward are held apart until its loss is backpropagated, and take the factor then.
-
-Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,13 +23,14 @@ import torch.distributed as dist
 
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.run.ahead import Ahead
-from hf_parallel.engine.run.autograd_nodes import logits_node, loss_node
+from hf_parallel.engine.run.autograd_nodes import loss_node
 from hf_parallel.engine.run.callers_backward import CallersBackward
 from hf_parallel.engine.run.direct import Attachment, Engine
 from hf_parallel.engine.run.last_stage import LastStage
 from hf_parallel.engine.run.microbatch_loss import LossFunction, MicrobatchLoss, Share
 from hf_parallel.engine.run.other_outputs import Caught
 from hf_parallel.engine.run.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
+from hf_parallel.engine.run.split import SplitRun
 from hf_parallel.engine.run.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.backwards import Backwards
@@ -45,7 +44,6 @@ from hf_parallel.guards.weights.freezing import Freezing
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
-from hf_parallel.pipeline_parallel.run.live import PhaseState
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.stage import Stage, around_blocks, own_modules
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
@@ -109,8 +107,7 @@ class PipelineEngine(Engine):
             freezing=self._freezing,
         )
         self._backwards = Backwards(self.mesh, attachment.device, attachment.gradients.settings)
-        modules, around = own_modules(self.model, self._plan, stages), around_blocks(self.model, self._plan)
-        self._late_hooks = LateHooks(modules, around, self.mesh.shape.pp_size)
+        self._late_hooks = self._watch_late_hooks(stages)
         self._needs_scale = bool(backward_kind.scale)
         self._hooks = BatchHooks(
             *(attachment.ledger, attachment.parameters, self.mesh),
@@ -127,6 +124,7 @@ class PipelineEngine(Engine):
             self.ahead = Ahead(*parts, name=schedule, vertical_sync=vertical_sync)
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
+        self._split_run = self._make_split_run()
         self.generated = False
         self._needs_logits = True
         self._unlisted: Collection[str] | None = ()  # outputs that nobody looks for; None: nobody goes through them
@@ -138,6 +136,19 @@ class PipelineEngine(Engine):
             compared=self._backwards.beside,
         )
 
+    def _watch_late_hooks(self, stages: list[Stage]) -> LateHooks:
+        modules, around = own_modules(self.model, self._plan, stages), around_blocks(self.model, self._plan)
+        return LateHooks(modules, around, self.mesh.shape.pp_size)
+
+    def _make_split_run(self) -> SplitRun:
+        return SplitRun(
+            *(self.runtime, self._programs, self._last_stage),
+            backwards=self._backwards,
+            recorder=self.recorder,
+            anchor=self._anchor,
+            callers_backward=self._callers_backward,
+        )
+
     @property
     def everywhere(self) -> frozenset[str]:
         """Names of parameters that all stages hold."""
@@ -145,7 +156,7 @@ class PipelineEngine(Engine):
         return frozenset(name for name, entry in entries.items() if len(entry.holders) == size)
 
     def _common_seed(self) -> int:
-        """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy and part of a sequence."""
+        """The seed of dropout: the same on all ranks of a model copy, another on each copy and each part of a sequence."""
         seed = torch.tensor(torch.initial_seed() % 2**63, device=self.attachment.device)
         first = self.mesh.shape.rank_at(self.mesh.dp_rank, 0, 0)
         dist.broadcast(seed, src=first, group=self.mesh.mp_group)
@@ -355,7 +366,7 @@ class PipelineEngine(Engine):
             return self._hooks.ask()
 
     def _follow_freezing(self) -> None:
-        """What stages send each other changes with what is trained."""
+        """Take note of parameters that were frozen or unfrozen: the stages then send each other other gradients."""
         with self.attachment.watchdog.waiting("waits for the other stages to begin the step"):
             if self._freezing.begin():
                 self.runtime.forget_headers()
@@ -409,38 +420,10 @@ class PipelineEngine(Engine):
         self._direct.stop()
         self.gradients.begin_forward()
         with self._buffers.watching(len(microbatches), [batch]) if self.trains else self._buffers.beside():
-            state = self._forward_phase(microbatches)
-        logits = self._logits_of(state, batch)
+            state = self._split_run.forward(microbatches)
+        logits = self._split_run.logits_of(state, batch)
         self._direct.watch()
         return PipelineOutput(logits=logits)
-
-    def _forward_phase(self, microbatches: list[dict[str, Any]]) -> PhaseState:
-        program = self._programs.forwards(len(microbatches))
-        return self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
-
-    def _logits_of(self, state: PhaseState, batch: dict[str, Any]) -> torch.Tensor:
-        """The logits f[B S V] on this rank, from which a backward goes back through the stages."""
-        with self.recorder.span("loss"):
-            logits = self._last_stage.broadcast_logits([parts[0] for parts in state.outputs], batch)
-        if logits is None:
-            raise UnsupportedError("the model's forward returned no logits. Call it with labels, or set pp_size to 1.")
-        return logits_node(self._anchor, logits, functools.partial(self._backward_split, state))
-
-    def _backward_split(self, state: PhaseState, gradient: torch.Tensor) -> None:
-        """Backward of the logits f[B S V] that a split forward returned."""
-        if state.num_microbatches and not state.live:
-            raise UnsupportedError(
-                "the logits of one training forward were backpropagated twice with pp_size above 1: the stages' graphs are gone "
-                "after the first time. Add the losses up before one backward, or call the model again."
-            )
-        self._backwards.arrived(gradient)
-        rows = [parts[0].shape[0] for parts in state.outputs]  # B/m of each; empty on all but the last stage
-        gradients = None
-        if rows:  # f[B S V] -> f[B/m S V] of each microbatch, in the type that its logits had
-            parts = zip(gradient.split(rows), state.outputs, strict=True)
-            gradients = [(part.to(outputs[0].dtype),) for part, outputs in parts]
-        with self._callers_backward():
-            self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
 
     @contextmanager
     def _callers_backward(self) -> Iterator[None]:
@@ -470,7 +453,7 @@ class PipelineEngine(Engine):
         return self._evaluated(batch, output, outputs)
 
     def _evaluated(self, batch: dict[str, Any], output: PipelineOutput, outputs: list[Any]) -> PipelineOutput:
-        """What a forward pass with labels and without a graph returns; `outputs` are those of the last stage."""
+        """The result of a forward pass with labels and without a graph; `outputs` are those of the last stage."""
         return output
 
     def _outputs_of(self, microbatches: list[dict[str, Any]]) -> list[Any]:

@@ -79,7 +79,7 @@ def refuse_attentions(model: Any, given: Mapping[str, Any], tp_size: int) -> Non
 
 
 def unserved_outputs(model: Any) -> list[str]:
-    """What a model's config asks for beside loss and logits, and a pipeline does not give."""
+    """Outputs that a model's config asks for beside loss and logits, and that a pipeline does not give."""
     config: Any = getattr(model, "config", None)
     asked = {
         "hidden_states": "output_hidden_states",

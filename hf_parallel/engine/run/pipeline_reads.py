@@ -201,7 +201,7 @@ class ReadingPipelineEngine(PipelineEngine):
             microbatches = [batch] if self._loss.takes_whole_batches else self._loss.split(batch)
         with self._again(step):
             if torch.is_grad_enabled():
-                logits = self._logits_of(self._forward_phase(microbatches), batch)
+                logits = self._split_run.logits_of(self._split_run.forward(microbatches), batch)
                 refuse_hooks({"logits": logits}, f"pp_size={self.mesh.shape.pp_size}")
                 return logits
             return self._last_stage.broadcast_logits(logits_in(self._outputs_of(microbatches)), batch)

@@ -73,7 +73,7 @@ class Window:
 
 
 class WindowFactors:
-    """What upstream code multiplied the losses of one window with: one number, which is applied to the summed gradients."""
+    """The factor that upstream code gives all losses of a window: one number, which is applied to the summed gradients."""
 
     def __init__(self) -> None:
         self._factors: list[torch.Tensor] = []

@@ -36,7 +36,7 @@ class KeptParts:
         )
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """What the model goes on with."""
+        """Watch the parts of a module's output; the model goes on with what this returns."""
         return map_tensors(self._watched, output) if torch.is_grad_enabled() else output
 
     def _watched(self, place: tuple[str | int, ...], tensor: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class _ExplainsMissing:
         return found  # type: ignore[no-any-return]
 
     def _own(self) -> list[str]:
-        """What it holds itself."""
+        """Names of the outputs that it holds itself."""
         held: Any = self
         return list(OrderedDict.__iter__(held))
 

@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments, as far as the names in its code say it: whether it is another function by now.
+"""Notes what a function reads beside its arguments, as far as the names in its code tell, and whether that has changed since.
 
 A loss function that was believed on made-up logits computes something else when a callback sets an attribute that it reads, a
 global, a field of the arguments; or when it looks at `trainer.state`, which changes by itself.
@@ -30,7 +30,7 @@ _MISSING: Final = object()
 
 
 class Reads:
-    """What was read when this was made, and what of it is another thing now.
+    """Notes what a function reads beside its arguments when this is made, and says later whether any of it has changed.
 
     Args:
         function: The function; one of a library reads what that needs, and nothing of the user's.
@@ -125,7 +125,7 @@ class Reads:
                 self._note(partial(vars(kind).get, name, _MISSING), depth)
 
     def _of_names(self, there: Any, depth: int) -> None:
-        """What an object has by names that are read; also what it has not, and may get."""
+        """Note the attributes of an object that code reads by name; also those that it lacks and may get."""
         for name in tuple(self._names):  # what is found may name more, and is walked once more then
             self._note(partial(there.get, name, _MISSING), depth)
 

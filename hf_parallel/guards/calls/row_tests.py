@@ -27,7 +27,7 @@ class CannotTellError(Exception):
 
 
 def call(code: Code, given: Given) -> Any:
-    """What code returns for copies of tensors: it may write to what it is given.
+    """Call code on copies of tensors, since it may write to them.
 
     Raises:
         CannotTellError: It raised something.

@@ -88,7 +88,7 @@ class Arrivals:
         return len(self._assigned) > 0 and any(id(parameter) in self._assigned for parameter, _ in self._aside)
 
     def join(self, holders: Mapping[int, int], factor: float = 1.0) -> None:
-        """Where user code may change the one sum that it sees, or replicas have unlike ones: all of it is reduced with what follows.
+        """Join what was set aside with what has arrived, to be reduced together: user code may change the one sum that it sees.
 
         Args:
             holders: Id of a parameter -> how many stages hold it: they add up what each has.

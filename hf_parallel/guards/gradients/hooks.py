@@ -75,7 +75,7 @@ class HookGuard:
         return found[0], found[1]
 
     def changed_by(self, name: str, hook: Hook, gradient: Tensor) -> Tensor:
-        """What a hook makes of a gradient."""
+        """The gradient as a hook changes it."""
         result = hook(gradient)
         result = gradient if result is None else result  # changed in place, or left alone
         if result.shape != gradient.shape:

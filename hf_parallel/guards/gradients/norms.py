@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import clips_one
+from hf_parallel.compat.private_clipping import clips_one
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
@@ -47,7 +47,7 @@ class NormsOfShown:
         raise NotImplementedError
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
-        """What this rank counts of a gradient that is not partitioned."""
+        """This rank's summand in the norm's sum of powers, for a gradient that is not partitioned."""
         counted = self.counted(name, parameter)
         values = gradient * counted if isinstance(counted, Tensor) else gradient
         counts = self.is_first(name) and counted is not False

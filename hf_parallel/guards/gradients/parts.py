@@ -18,7 +18,7 @@ CountRule: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]
 
 
 class Owner(Protocol):
-    """What knows the gradients of all parameters, and the ranks that have the rest of each."""
+    """Knows the gradients of all parameters, and the ranks that have the rest of each."""
 
     @property
     def counted(self) -> CountRule:
@@ -27,11 +27,11 @@ class Owner(Protocol):
 
     @property
     def shards(self) -> Shards:
-        """How each is sharded."""
+        """The shards of each parameter."""
         ...
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
-        """What this rank counts of a gradient that is not partitioned."""
+        """This rank's summand in the norm's sum of powers, for a gradient that is not partitioned."""
         ...
 
     def gather(self, shard: FlatShard) -> None:

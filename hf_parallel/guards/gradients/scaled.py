@@ -80,7 +80,7 @@ class StageFactors:
             self._compare(*self._under_way.popleft())
 
     def judge(self) -> None:
-        """What the stages told each other is read, if it was not yet.
+        """Compare what the stages told each other, if it was not compared yet.
 
         Raises:
             UnsupportedError: As `settle`.

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_clipping import answer_norms_of_nothing
 from hf_parallel.compat.private_collectives import all_gather_new
-from hf_parallel.compat.private_torch import answer_norms_of_nothing, version_of
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
@@ -110,7 +111,7 @@ class ShownGradients(NormsOfShown):
             self._flat[name].gathered = flat[start : start + param.numel()].view_as(param).to(param.dtype)
 
     def norm_of_nothing(self, norm_type: float) -> Tensor | None:
-        """As its base while gradients are shown; otherwise None."""
+        """While gradients are shown, the model's norm on a stage that has none of them; otherwise None."""
         return super().norm_of_nothing(norm_type) if self._active else None
 
     # -- when ----------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ class ShownGradients(NormsOfShown):
         return self._between
 
     def _parts(self) -> ZeroPartition | None:
-        """As in its base; between two batches every replica has its own gradients."""
+        """The partition that has gradients in parts now; between two batches every replica has its own gradients whole."""
         return None if self._between else self._zero
 
     def show_between(self) -> None:
@@ -177,7 +178,7 @@ class ShownGradients(NormsOfShown):
         self._show_local()
 
     def take_between(self) -> None:
-        """What user code left there is what later batches add to."""
+        """Take back the gradients that were shown between two batches, as user code left them: later batches add to them."""
         if not self._between:
             return
         self._between = False
@@ -188,7 +189,7 @@ class ShownGradients(NormsOfShown):
             self._stands.forget()
 
     def join_parts(self, holders: Mapping[int, int]) -> None:
-        """What the optimizer has in parts of a step before is of the parameters again, as arrived; collective if there is any.
+        """Give gradients that an earlier step left in the optimizer's parts back to the parameters; collective if there are any.
 
         Args:
             holders: Id of a parameter -> how many stages hold it: they add up what each has.
@@ -213,7 +214,7 @@ class ShownGradients(NormsOfShown):
         self._noted = [(part, version_of(part)) for part in parts if part is not None]
 
     def _refuse_changed_parts(self) -> None:
-        """What `optimizer.param_groups` holds under ZeRO are flat parts, each rank its own: norms of them are none.
+        """Refuse changes of the flat parts that `optimizer.param_groups` holds under ZeRO: they came of one rank's parts alone.
 
         Raises:
             UnsupportedError: Somebody changed them.
@@ -238,7 +239,7 @@ class ShownGradients(NormsOfShown):
                     flat.parameter.grad = flat.gathered
 
     def take_back(self, *, before_backward: bool = False) -> list[nn.Parameter]:
-        """What user code left in the stand-ins' places goes to where the optimizer finds it.
+        """Bring the gradients that user code left in place of the stand-ins to where the optimizer finds them.
 
         Args:
             before_backward: Gradients that autograd has added meanwhile are to be reduced with those that follow.
@@ -320,7 +321,7 @@ class ShownGradients(NormsOfShown):
         return before_backward and (self._mesh.shape.pp_size == 1 or flat.shard.master.grad is None)
 
     def _refuse_own_arrivals(self) -> None:
-        """What user code assigned where no backward pass has given a gradient: each replica may have its own.
+        """Refuse gradients that user code assigned where no backward pass gave one: each replica may have another.
 
         Raises:
             UnsupportedError: Names a parameter that has one.

@@ -108,7 +108,7 @@ class SharedGradient(Stand):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch composes of operations counts rows by what is here, so it is given the whole of a shard."""
+        """Run functions that mix elements on the whole tensor instead of the shard: they would count this rank's rows alone."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") not in NAMES_OF_NORMS and mixes_elements(func):
             shard, out = _shard_in(args, kwargs), kwargs.get("out")
@@ -249,7 +249,7 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
-    """What treats each element by itself is right on a shard; all else means the whole."""
+    """Run an elementwise function on the shard, and any other on the whole tensor."""
     changes = writes_arguments(func)
     # Lists, element by element: what some have got cannot be taken back.
     if changes and not isinstance(args[0], Tensor):

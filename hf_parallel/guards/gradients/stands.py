@@ -1,4 +1,4 @@
-"""What stands in place of a tensor, where its values really are, and who adds up what ranks count of it."""
+"""Stand-ins for tensors: what user code is given, where the values really are, and how ranks add up what they count of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_parallel.compat.private_torch import not_overridden
 
 
 class Part(Protocol):
-    """Where a gradient really is.
+    """The real place of a gradient for which something else stands.
 
     Attributes:
         name: Name of the parameter.

@@ -198,7 +198,7 @@ def _steps(
 
 
 def _numbers(stepper: optim.Optimizer) -> list[dict[str, float]]:
-    """What groups have beside parameters that may be computed from gradients: Prodigy's factors grow after many steps."""
+    """The numbers of an optimizer's groups; some are computed from gradients (Prodigy's factors grow after many steps)."""
     return [
         {
             name: float(value)

@@ -54,7 +54,7 @@ class ShownOptimizer:
         return id(parameter) in self._places
 
     def settle(self) -> None:
-        """What was done to the states of all parameters of a flat part is done to its own; before a step, and before a save.
+        """Apply to a flat part's state what user code did to those of all its parameters; before a step, and before a save.
 
         Raises:
             UnsupportedError: It was done to some of them only.

@@ -42,7 +42,7 @@ Known: TypeAlias = tuple[_Spelled, _Spelled]  # used last, and now
 
 
 class OptimizerSettings:
-    """What the optimizers of this rank are set to.
+    """Knows the settings of this rank's optimizers, so that ranks can compare them.
 
     Args:
         mesh: This rank's mesh.
@@ -70,7 +70,7 @@ class OptimizerSettings:
         self._used = self._now()
 
     def known(self) -> Known:
-        """What was used last, and what is set now."""
+        """The settings of the last step, and those of now."""
         return self._used, self._now()
 
     def word(self, known: Known | None = None) -> int:

@@ -190,7 +190,7 @@ class Freezing:
         self._replicas.refuse(list(dict.fromkeys(name for names in found for name in names)))
 
     def _freeze_spare(self) -> None:
-        """What is here only because it could not be taken out is trained elsewhere."""
+        """Freeze parameters that this stage could not take out of the model: another stage trains them."""
         held = {id(parameter) for parameter in self._parameters.values()}
         for parameter in self._model.parameters():
             if id(parameter) not in held:

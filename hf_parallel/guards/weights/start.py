@@ -28,7 +28,7 @@ MOST, LEAST = 2**63 - 1, -(2**63)
 
 @dataclass(frozen=True)
 class Start:
-    """What a comparison found.
+    """Result of comparing the weights of all ranks with those of rank 0.
 
     Args:
         sent: Names of the tensors that differed and now have rank 0's values, in module order.

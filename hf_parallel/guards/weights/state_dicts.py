@@ -133,7 +133,7 @@ def mark_parts(
     model: nn.Module,
     take_whole: Callable[[dict[str, Any], str], None],
     shard_of: ShardOf,
-    names_of_tied: Sequence[Sequence[str]] = (),
+    names_of_tied: Sequence[Sequence[str]],
 ) -> None:
     """Mark what the state dicts of a model and its modules have from now on, and its parameters; let it take a whole one.
 

@@ -21,7 +21,7 @@ MOST_LISTED = 8  # stages and pipeline ranks that have a metric of their own
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks told, and where they are.
+    """The figures that the ranks told each other, and the mesh that they are of.
 
     Args:
         shape: Shape of the mesh.

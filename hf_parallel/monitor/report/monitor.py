@@ -321,7 +321,7 @@ def beside(job: Job) -> str:
 
 @contextmanager
 def going_on(key: str) -> Iterator[None]:
-    """What cannot be written is told, and costs nobody the weights that were trained.
+    """Inside, a file that cannot be written costs a warning, not the weights that were trained.
 
     Args:
         key: The setting that asks for it.

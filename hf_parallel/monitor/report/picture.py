@@ -63,9 +63,7 @@ class Arrow:
     taken: float
 
 
-def timeline(
-    names: Sequence[str], planned: Sequence[Bar], measured: Sequence[Bar], arrows: Sequence[Arrow] = ()
-) -> str:
+def timeline(names: Sequence[str], planned: Sequence[Bar], measured: Sequence[Bar], arrows: Sequence[Arrow]) -> str:
     """Two rows a rank, planned above measured, on one axis of time, and the messages that were measured.
 
     Args:

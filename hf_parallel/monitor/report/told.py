@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from hf_parallel.monitor.recorder import AXES, Axis
-from hf_parallel.monitor.sums import Sums
+from hf_parallel.monitor.sums import Sums, idle_share
 
 
 REDUCED = ("wait reduce", "gather")
@@ -85,7 +85,7 @@ class Told:
     @property
     def bubble(self) -> float:
         """Share of the schedules' time in which the rank did not compute."""
-        return min(1.0, max(0.0, 1.0 - self.busy_s / self.window_s)) if self.window_s else 0.0
+        return idle_share(self.busy_s, self.window_s)
 
 
 WIDTH = len(fields(Told))
@@ -135,7 +135,7 @@ def summed(sums: Sums, typical_s: float, **others: float) -> Told:
 
 
 def encoded(told: Told, sums: Sums, stages: Sequence[int], most: int) -> list[float]:
-    """As numbers: the fields, then three for each stage that any rank has.
+    """The message of a rank as numbers: the fields, then three for each stage that any rank has.
 
     Args:
         told: What is told.

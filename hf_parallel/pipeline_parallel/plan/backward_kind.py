@@ -28,7 +28,7 @@ OF_LABELS: Final = ("labels", "shift_labels", "num_items_in_batch")
 
 
 class BackwardKind(NamedTuple):
-    """What users' code in backward passes needs; "" for what it does not need.
+    """Needs of users' code in backward passes, each with the reason; "" for what it does not need.
 
     Args:
         rows: Why it must see whole batches.

@@ -88,9 +88,9 @@ def stage_costs(bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float
 
 
 def costs_of_stages(
-    bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float] | None = None
+    bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float] | None
 ) -> tuple[list[float], list[float], list[float]]:
-    """As `stage_costs`: forward, backward, and what gradients of weights take of that."""
+    """Like `stage_costs`, three times: forward, backward, and the part of the backward that makes gradients of weights."""
     forward, backward, weights = (
         stage_costs(bounds, part, speeds) for part in (costs, costs.of_backward(), costs.of_weights())
     )

@@ -19,7 +19,7 @@ from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """What a rank keeps for its parameters, in bytes.
+    """Bytes that a rank keeps for its parameters.
 
     Args:
         parameters: their number on this rank.

@@ -186,15 +186,12 @@ def settle_placeholders(model: nn.Module, device: torch.device) -> None:
                 object.__setattr__(module, key, placeholder)
 
 
-def cut_parameters(
-    model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], running: Running | None = None
-) -> frozenset[str]:
+def cut_parameters(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], running: Running) -> frozenset[str]:
     """Keep in `model` what any of the stages `spans` needs; returns the names of the parameters it holds.
 
     Parameters that stay are the same objects under the same names.
     """
     held: set[str] = set()
-    running = Running() if running is None else running
     for prefix, module in list(model.named_modules(remove_duplicate=False)):
         dot = f"{prefix}." if prefix else ""
         parameters = own_parameters(module)

@@ -273,7 +273,7 @@ class PipelineRuntime:
                 )
 
     def _signatures(self, run: Run) -> list[Hashable]:
-        """What decides the payload shapes of each microbatch, the same on every rank."""
+        """Facts that decide the payload shapes of each microbatch, the same on every rank."""
         stage = next(iter(self.stages.values()))
         training = stage.training if isinstance(stage, nn.Module) else True
         mode = (run.keeps, training, *_autocast_mode())

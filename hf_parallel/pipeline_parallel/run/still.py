@@ -69,7 +69,7 @@ class StillWeights:
         return next(iter([*others, *moved]), None)
 
     def _now(self) -> list[tuple[int, int]]:
-        """How often each was written to, and where it is."""
+        """Version and address of each parameter."""
         return [(version_of(parameter), parameter.data_ptr()) for parameter in self._parameters.values()]
 
     @torch.no_grad()

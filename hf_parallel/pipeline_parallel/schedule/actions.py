@@ -40,7 +40,7 @@ class Action:
 
     @property
     def words(self) -> str:
-        """What it is, without the stage: ``forward of microbatch 0``."""
+        """The action in words, without its stage: ``forward of microbatch 0``."""
         return f"{KIND_WORDS[self.kind]} of microbatch {self.microbatch}"
 
     @classmethod

@@ -35,7 +35,7 @@ def _shifted(actions: tuple[Action, ...], by: int) -> tuple[Action, ...]:
     return tuple(Action(action.stage, action.kind, action.microbatch + by) for action in actions)
 
 
-def program_of(schedule: Schedule, rank: int, send_window: int = 2) -> Program:
+def program_of(schedule: Schedule, rank: int, send_window: int) -> Program:
     """Return the part of a schedule that `rank` executes.
 
     Args:

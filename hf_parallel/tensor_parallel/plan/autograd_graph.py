@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def met_first(tensors: Iterable[Tensor], known: Mapping[Any, T], ends: Collection[Any] = ()) -> frozenset[T]:
-    """What is `known` of the nodes met first on every way back from `tensors` through the autograd graph.
+    """Go back from `tensors` through the autograd graph, and collect the `known` value of the first known node on every way.
 
     Args:
         tensors: Where the ways begin.

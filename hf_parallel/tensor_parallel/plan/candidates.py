@@ -1,4 +1,4 @@
-"""What could be a row, and the linears before it: read from the trace, judged elsewhere."""
+"""Candidates for column-row pairs: a row and the linears before it, read from the trace and judged elsewhere."""
 
 from __future__ import annotations
 

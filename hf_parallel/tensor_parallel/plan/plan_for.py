@@ -99,7 +99,7 @@ def reduced_model(blueprint: Blueprint) -> nn.Module:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a model can be made of again.
+    """Config and constructor from which a model can be made again.
 
     Args:
         config: Its config.

@@ -19,6 +19,7 @@ from torch import nn
 
 from hf_parallel.compat.torch_tools import ConvModule
 from hf_parallel.tensor_parallel.plan.influence import Block
+from hf_parallel.tensor_parallel.plan.trace import replaced
 from hf_parallel.tensor_parallel.shard_plan import AttributeRewrite
 
 
@@ -65,22 +66,12 @@ def attributes_read(block: Block) -> dict[str, set[str]]:
             config = vars(module).get("config")
             if config is not None:
                 private = copy.copy(config)
-                stack.enter_context(_replaced(module, "config", private))
+                stack.enter_context(replaced(module, "config", private))
                 stack.enter_context(_watched(private, names, "config."))
         args, kwargs = block.arguments
         with torch.no_grad():
             block.module(*args, **kwargs)
     return read
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, key: str, value: Any) -> Iterator[None]:
-    old = vars(module)[key]
-    vars(module)[key] = value
-    try:
-        yield
-    finally:
-        vars(module)[key] = old
 
 
 @contextlib.contextmanager

@@ -279,7 +279,7 @@ class _Trial:
         return proposal
 
     def _run_ranks(self, proposal: BlockSequence | None) -> list[_Outcome]:
-        """As all ranks; without sequence parallelism if there is no proposal."""
+        """Run the block as all ranks would; without sequence parallelism if there is no proposal."""
         plan = self.plan
         if proposal is not None:
             flow = self.flow

@@ -1,4 +1,4 @@
-"""What one forward pass of a model tells about its linear modules: which feed which, and who reads their weights.
+"""Traces one forward pass of a model: which linear modules feed which, and who reads their weights.
 
 Everything here leaves the model as it was. Linear modules are recognised by what they compute, not by their class, and
 the data flow between them is read from the autograd graph of the model's own forward.
@@ -115,6 +115,19 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = mode
             for parameter, required in parameters:
                 parameter.requires_grad_(required)
+
+
+@contextlib.contextmanager
+def replaced(module: nn.Module, key: str, value: Any) -> Iterator[None]:
+    """Inside, a module itself has `value` as its attribute `key`, past registration: a forward, a loss function, a config."""
+    before = vars(module).get(key)
+    vars(module)[key] = value
+    try:
+        yield
+    finally:
+        del vars(module)[key]
+        if before is not None:
+            vars(module)[key] = before
 
 
 def run(model: nn.Module, sample: Mapping[str, Any]) -> Any:

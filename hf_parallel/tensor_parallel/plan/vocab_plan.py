@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +33,7 @@ from hf_parallel.tensor_parallel.plan.trace import (
     NOISE_SEED,
     agree,
     find_linears,
+    replaced,
     run,
     trace_linears,
     undisturbed,
@@ -343,7 +344,7 @@ def _run_tail(
     if given["labels"] is None:
         raise _RefusedError("the sample has neither labels nor input_ids")
     followed = Followed()
-    with _replaced(head, "forward", forward), _replaced(base_model(model), "_loss_function", loss), followed:
+    with replaced(head, "forward", forward), replaced(base_model(model), "_loss_function", loss), followed:
         output = run(model, given)
     if followed.read or followed.reaches(_loss_in(output)):
         raise _RefusedError("beside loss_function something else in the loss depends on the logits")
@@ -356,18 +357,6 @@ def _loss_in(output: Any) -> Any:
     if isinstance(output, Mapping):
         return output.get("loss")
     return output[0] if isinstance(output, tuple) and output else getattr(output, "loss", output)
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, key: str, value: Any) -> Iterator[None]:
-    before = vars(module).get(key)
-    vars(module)[key] = value
-    try:
-        yield
-    finally:
-        del vars(module)[key]
-        if before is not None:
-            vars(module)[key] = before
 
 
 def _check_loss_function(function: Callable[..., Tensor]) -> None:

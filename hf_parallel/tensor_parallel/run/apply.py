@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 
 import torch
@@ -83,16 +83,9 @@ def apply_tensor_parallel(
     """
     if plan.tp_size == 1:
         return
-    if plan.tp_size != group.size():
-        raise PlanError(
-            f"the plan is for tp_size={plan.tp_size}, the group has {group.size()} ranks. "
-            f"Make a plan for {group.size()}."
-        )
     shared = SharedCopy(group, deferral, widens=reduces_in_fp32)
     held = {name: linear for name, linear in plan.linears.items() if holds(f"{name}.weight")}
-    for name in held:
-        if vars(model.get_submodule(name)).keys() & {"tp_linear", "tp_embedding"}:
-            raise PlanError(f"module {name} is already tensor parallel. Apply a plan once, to a fresh model.")
+    _refuse(model, plan, group, held)
     tied: set[int] = set()
     for name, linear in held.items():
         module = model.get_submodule(name)
@@ -104,10 +97,7 @@ def apply_tensor_parallel(
             continue
         _apply_linear(module, linear, shared, plan.tp_size, tp_rank, has_bias=holds(f"{name}.bias"))
         if linear.role == "vocab_head":
-            starts, lengths = zip(
-                *(linear.weight.ranges(plan.tp_size, r)[0] for r in range(plan.tp_size)), strict=True
-            )
-            columns = starts[tp_rank], max(lengths)
+            columns = _columns_of(linear, plan.tp_size, tp_rank)
             install_loss(base_model(model), module, shared, *columns, defers_logits=defers_logits)
     seeds = PairSeeds(plan.tp_size, tp_rank)
     install_adapters(model, plan, shared, seeds, tp_rank, holds)
@@ -118,6 +108,24 @@ def apply_tensor_parallel(
     if plan.sequence is not None:
         install_regions(model, plan.sequence, shared, holds, seeds)
     _detect_reads(model, plan, shared, tp_rank, holds)
+
+
+def _refuse(model: nn.Module, plan: TPPlan, group: TPGroup, held: Iterable[str]) -> None:
+    """Refuse a plan for another number of ranks, and modules that are sharded already."""
+    if plan.tp_size != group.size():
+        raise PlanError(
+            f"the plan is for tp_size={plan.tp_size}, the group has {group.size()} ranks. "
+            f"Make a plan for {group.size()}."
+        )
+    for name in held:
+        if vars(model.get_submodule(name)).keys() & {"tp_linear", "tp_embedding"}:
+            raise PlanError(f"module {name} is already tensor parallel. Apply a plan once, to a fresh model.")
+
+
+def _columns_of(head: LinearPlan, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Where this rank's columns of the logits begin, and how many the rank with the most of them has."""
+    ranges = [head.weight.ranges(tp_size, rank)[0] for rank in range(tp_size)]
+    return ranges[tp_rank][0], max(length for _, length in ranges)
 
 
 def seen_in_parts(model: nn.Module, plan: TPPlan) -> dict[str, str]:

@@ -88,7 +88,7 @@ def row_sum(shared: SharedCopy, x: Tensor, weight: Tensor, transposed: bool) -> 
 
 
 def rounded_to(shared: SharedCopy, x: Tensor) -> torch.dtype | None:
-    """What sums over the ranks of products with `x` are rounded to; None if they are made in their own dtype."""
+    """The dtype to which fp32 sums over the ranks of products with `x` are rounded; None if sums are not widened."""
     dtype = _autocast_dtype(x)
     return dtype if shared.widens and is_half(dtype) else None
 

@@ -236,7 +236,7 @@ class OnParts(TorchFunctionMode):
         return out
 
     def _spread(self, value: Any) -> Any:
-        """What is whole is read next to parts: each rank has the gradient that its part gives."""
+        """A whole tensor that is read next to parts: its gradient is summed over the ranks, each of which has the summand of its part."""
         if not isinstance(value, Tensor) or self._known.of(value) is not None:
             return value
         return copy_to_tp(value, self._reads.copy.group)

@@ -76,7 +76,7 @@ def install_embedding(module: nn.Module, shared: SharedCopy, start: int, length:
 
 
 def install_loss(
-    model: nn.Module, head: nn.Module, shared: SharedCopy, start: int, most: int, *, defers_logits: bool = False
+    model: nn.Module, head: nn.Module, shared: SharedCopy, start: int, most: int, *, defers_logits: bool
 ) -> None:
     """Give head and loss of a model their common mode, and `model.forward` what switches it. In place.
 

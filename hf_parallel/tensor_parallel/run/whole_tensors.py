@@ -100,7 +100,7 @@ class Owned:
 
     @property
     def setting(self) -> str:
-        """What keeps it whole."""
+        """The setting that keeps the tensor whole, as messages name it."""
         return (
             "ep_size to 1"
             if self.reads.sums
@@ -109,7 +109,7 @@ class Owned:
 
 
 def stand_in(owned: Owned, part: Tensor) -> Tensor:
-    """What a reader from outside gets for `part`: a tensor of the whole shape."""
+    """The tensor of the whole shape that a reader from outside gets for `part`."""
     reads = owned.reads
     running = reads.depth > 0 or in_backward_pass()  # there a checkpointed forward runs again
     known = reads.inside if running else reads.outside

@@ -1,0 +1,89 @@
+"""Methods of a parallelized model beside its forward: copying, resizing, saving and clearing gradients by itself.
+
+Each would act on this rank's part as if it were the model. They do what they do in one process where they can, and are refused
+with another way where they cannot.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from hf_parallel.data_parallel.replicas import Replicas
+from hf_parallel.errors import UnsupportedError
+
+
+def install_methods(
+    model: nn.Module, replicas: Replicas, forward: Callable[..., Any] | None, *, in_parts: bool
+) -> None:
+    """Replace methods of the model's instance.
+
+    Args:
+        model: The model.
+        replicas: What the replicas do with each other: whether the optimizer or the parameters are partitioned.
+        forward: The forward that the instance had before ours; None for that of its class.
+        in_parts: Whether this rank has a part of the model.
+    """
+    methods = vars(model)
+    if replicas.partitions:
+        methods["resize_token_embeddings"] = _refuse_resize
+        methods["zero_grad"] = functools.partial(_zero_grad, model.zero_grad, replicas)
+    if in_parts:
+        methods["__deepcopy__"] = _refuse_copy
+        methods["resize_token_embeddings"] = _refuse_resize
+        methods["save_pretrained"] = _whole_only(getattr(model, "save_pretrained", None))
+    else:
+        methods["__deepcopy__"] = functools.partial(_copy_whole, model, forward)
+
+
+def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:
+    """`model.zero_grad()`: with ZeRO the gradients that count are those of the optimizer's parts."""
+    own(set_to_none)
+    replicas.zero_grad()
+
+
+def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`save_pretrained` that insists on the gathered weights: by itself it would write this rank's part as the model."""
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if save_pretrained is None or kwargs.get("state_dict") is None:
+            raise UnsupportedError(
+                "model.save_pretrained() on a parallelized model would save this rank's part as if it were all. Call "
+                "trainer.save_model(folder), or pass state_dict=accelerator.get_state_dict(model)."
+            )
+        return save_pretrained(*args, **kwargs)
+
+    return save
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "resize_token_embeddings() was called after the model was prepared, with pp_size or tp_size above 1 or with ZeRO: ranks hold "
+        "parts of the embedding or of its optimizer's state. Call it before trainer.train() or accelerator.prepare()."
+    )
+
+
+def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a whole model (an EMA makes one) runs its own forward: ours would run this model's weights."""
+    names = [
+        name for name in ("forward", "__deepcopy__", "zero_grad", "no_sync", "save_pretrained") if name in vars(model)
+    ]
+    ours: dict[str, Any] = {name: vars(model).pop(name) for name in names}
+    if patched is not None:
+        vars(model)["forward"] = patched
+    try:
+        return copy.deepcopy(model, memo)
+    finally:
+        vars(model).update(ours)
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise UnsupportedError(
+        "copy.deepcopy of a parallelized model: its stages and shards belong to this rank's process groups. For a moving average keep "
+        "copies of this rank's weights by name ({n: p.detach().clone() for n, p in model.named_parameters()}), and write them back with "
+        "p.copy_ under torch.no_grad(); for a whole model save it with trainer.save_model() and load that."
+    )
