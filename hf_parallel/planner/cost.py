@@ -45,10 +45,11 @@ class Kernels:
 KERNELS: Final[Mapping[str, Kernels]] = {
     "fused": Kernels((26, 19), (5.7, 4), 1, (2.05, 2.0), (22, 36), 15, 2.08),
     "compiled": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (16, 24), 15, 1.8),
+    "norms": Kernels((26, 19), (8.7, 4.5), 1, (2.05, 1.8), (24, 42), 15, 1.5),
     "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26, 1.5),
 }
 FUSED_LOSS: Final = 6.0  # bytes for each logit: read forward, read and written backward
-SCORE_BYTES: Final = {"fused": (8, 10), "compiled": (11, 13), "eager": (20, 24)}  # attention that stores its scores
+SCORE_BYTES: Final = {"fused": (8, 10), "compiled": (11, 13), "norms": (20, 24), "eager": (20, 24)}  # attention that stores its scores
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _summed(parameters: float, place: Place) -> float:
     another kernel reads both and writes the sum. FSDP sums parts, which is little.
     """
     spec = place.spec
-    inside = spec.kernels == "fused" and spec.engine == "native"
+    inside = spec.kernels in ("fused", "norms") and spec.engine == "native"
     if spec.num_microbatches == 1 or spec.gathers_each_pass or spec.adapters or inside:
         return 0.0
     each = 2 * min(4.0, spec.states[1]) + spec.element
@@ -266,11 +267,16 @@ def head_pass(profile: ModelProfile, place: Place) -> Pass:
     """Seconds of the head and the loss."""
     product = _product(Product(profile.hidden, profile.vocab), place, fp8=False)
     spec = place.spec
-    each = FUSED_LOSS if spec.loss == "fused" else KERNELS["eager" if spec.loss == "logits" else spec.kernels].logits
-    logits = each * place.tokens * profile.vocab / spec.tp / place.moved
+    stored = "eager" if spec.loss in ("logits", "gathered") else spec.kernels
+    each = FUSED_LOSS if spec.loss == "fused" else KERNELS[stored].logits
+    logits = each * place.tokens * profile.vocab / (1 if spec.loss == "gathered" else spec.tp) / place.moved
     summed = _summed(profile.head, place)
     late = trained_share(profile, spec) * product
-    return Pass(product + logits / 3, product + late + 2 * logits / 3 + summed, weights=late)
+    gathered = 0.0
+    if spec.loss == "gathered":  # backward, each rank takes its part of what it has computed whole
+        size = spec.element * place.tokens * profile.vocab
+        gathered = one_way(size, groups_of(spec, place.cluster)["tp"], place.cluster, place.c)
+    return Pass(product + gathered + logits / 3, product + late + 2 * logits / 3 + summed, weights=late)
 
 
 def embedding_pass(profile: ModelProfile, place: Place) -> Pass:

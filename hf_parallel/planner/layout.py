@@ -20,9 +20,9 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "schedule": tuple(STAGES_PER_RANK),
     "recompute": ("none", "selective", "full"),
     "dtype": ("bf16", "fp16", "fp8", "fp32"),
-    "kernels": ("eager", "compiled", "fused"),
+    "kernels": ("eager", "compiled", "norms", "fused"),
     "attention": ("eager", "sdpa", "flash"),
-    "loss": ("auto", "logits", "fused"),
+    "loss": ("auto", "logits", "gathered", "fused"),
     "param_dtype": ("auto", "fp32"),
     "reduce_dtype": ("fp32", "bf16"),
     "engine": ("auto", "native", "fsdp2", "deepspeed"),
@@ -86,10 +86,10 @@ class LayoutSpec:
         recompute: What the backward computes again.
         sequence_parallel: Whether tp ranks share the sequence between the sharded products.
         dtype: Dtype of the products.
-        kernels: How norms, gates and residuals run.
+        kernels: How norms, gates and residuals run: "norms" has kernels of its own for norms and attention alone, "fused" for all.
         attention: How attention runs.
-        loss: What it keeps of each logit: "logits" copies in fp32, "fused" the logit and its gradient in 16 bit; "auto" is that
-            of the kernels.
+        loss: What it keeps of each logit: "logits" copies in fp32, "gathered" the same of the whole vocabulary on every tp rank,
+            "fused" the logit and its gradient in 16 bit; "auto" is that of the kernels.
         overlap_dp: Whether messages of replicas travel during the passes.
         overlap_tp: Whether messages of tp ranks travel during products.
         overlap_pp: Whether messages between stages travel during passes.
@@ -155,7 +155,7 @@ class LayoutSpec:
     @property
     def _may_be_own(self) -> bool:
         kept = all(getattr(self, key) == value for key, value in ONLY.items() if key != "sp")
-        return kept and self.dtype != "fp8"
+        return kept and self.dtype != "fp8" and self.kernels != "norms"
 
     @property
     def places_replicas(self) -> bool:

@@ -23,15 +23,18 @@ TERMS: Final = ("weights", "gradients", "optimizer", "activations", "logits", "b
 FRAGMENTATION: Final = 0.1  # of what comes and goes; states are allocated once
 # The same where a GPU is full: torch gives cached blocks back and tries again before it is out of memory. The largest batches
 # of MosaicML's table that ran on 40 GB leave 0.08.
-TIGHTEST: Final = 0.05
+TIGHTEST: Final = 0.08
 # Of a GPU, what processes of Megatron and of systems like it hold besides, where there is room for it: buffers of their groups and
 # cached memory. From what a monitor showed of 143 published runs, 9 GB of 80 in the mean.
 OTHERS_HOLD: Final = 0.105
 PASSING: Final = ("activations", "logits", "buffers")
 BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in fp32
 # Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
-LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "fused": 8.0}
+LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "norms": 12.0, "fused": 8.0}
 MIDDLE: Final = 1  # the block that is recorded, of three
+# Of each logit of the whole vocabulary: log-softmax and the gradients before and after it, in fp32. In 16 bit the logits, and the
+# parts that they were gathered from, whose memory the allocator keeps in pieces that are too small for the others.
+GATHERED_LOSS: Final = 12.0
 FUSED_LOSS: Final = 4.0  # one kernel reads the 16-bit logits and another writes their gradient
 
 
@@ -118,7 +121,7 @@ def _sizes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_l
 
 def _loss(profile: ModelProfile, spec: LayoutSpec, tokens: float) -> float:
     """Logits and loss; without logits those of one tile, the head's gradient in fp32 and that of the hidden states."""
-    vocab, each = profile.vocab / spec.tp, _logit_bytes(spec)
+    vocab, each = profile.vocab / (1 if spec.loss == "gathered" else spec.tp), _logit_bytes(spec)
     if not spec.chunked_loss or not is_tiled(int(tokens), profile.hidden, int(vocab)):
         return each * tokens * vocab
     tile = rows_of_tile(int(tokens), profile.hidden, int(vocab))
@@ -130,6 +133,8 @@ def _logit_bytes(spec: LayoutSpec) -> float:
     """Bytes of each logit, when the loss takes most."""
     if spec.loss == "fused":
         return FUSED_LOSS * spec.element / 2
+    if spec.loss == "gathered":
+        return GATHERED_LOSS + 2.0 * spec.element
     stored = LOGIT_BYTES["eager" if spec.loss == "logits" else spec.kernels]
     return stored * (2 if spec.dtype == "fp32" else 1)
 
@@ -227,13 +232,13 @@ def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec,
     the feed-forward part and, where attention stores them, its scores. Megatron gathers the inputs of sharded products
     again in the backward; autograd alone keeps what was gathered.
     """
-    size, eager = spec.element, spec.kernels == "eager"
-    norm = 8.0 if eager and block.has_rms else 4.0
+    size = spec.element
+    norm = 8.0 if spec.kernels == "eager" and block.has_rms else 4.0
     norms = 2 * norm * profile.hidden * (size / 2) + 2.0 * profile.has_dropout * profile.hidden
     heads = size * block.heads * (block.head_dim + block.value_dim) + size * block.kv_heads * (
         block.head_dim + block.value_dim
     )
-    wide = size * block.width * ((4 if eager else 3) if block.is_gated else 2)
+    wide = size * block.width * ((4 if spec.kernels in ("eager", "norms") else 3) if block.is_gated else 2)
     routed = 2.0 * size * block.routed * profile.hidden
     split = heads + wide + routed + 4.0 * block.heads + _scores(block, spec, seq_len, profile.has_dropout)
     gathered = 2.0 * size * profile.hidden * _keeps_gathered(spec)
@@ -249,7 +254,7 @@ def _scores(block: BlockProfile, spec: LayoutSpec, seq_len: int, dropout: bool) 
     """Bytes of a token's row of attention scores."""
     if spec.attention != "eager":
         return 0.0
-    each = spec.element * (2 if dropout else 1) + dropout + (4 if spec.kernels == "eager" else 0)
+    each = spec.element * (2 if dropout else 1) + dropout + (4 if spec.kernels in ("eager", "norms") else 0)
     return float(each * block.heads * seq_len)
 
 

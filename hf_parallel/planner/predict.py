@@ -221,7 +221,7 @@ def step_of(
     kinds = [block_pass(profile, kind, place) for kind in profile.kinds]
     blocks = [kinds[kind] for kind in profile.layers]
     first, last = embedding_pass(profile, place), head_pass(profile, place)
-    even = spec.kernels == "fused"
+    even = spec.kernels in ("fused", "norms")
     computed = [one.both - one.exposed for one in blocks]  # of links, the cut knows nothing
     counts = cut(computed, first.both, last.both, spec.num_stages, even=even)
     stages, forward, backward, weights = _stages(blocks, counts, first, last)

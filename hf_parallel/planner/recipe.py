@@ -73,8 +73,8 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     ]
     if spec.dtype not in PRECISIONS:
         problems.append(f"dtype={spec.dtype}: this package has no setting for it. Set dtype to bf16.")
-    if spec.kernels == "fused":
-        problems.append("kernels=fused: this package has no such kernels. Set kernels to compiled or eager.")
+    if spec.kernels in ("fused", "norms"):
+        problems.append(f"kernels={spec.kernels}: this package has no such kernels. Set kernels to compiled or eager.")
     if problems:
         raise ConfigError("\n".join(problems))
     settings: dict[str, Any] = {"tp_size": spec.tp, "pp_size": spec.pp, "zero": _partition(spec)}
