@@ -99,6 +99,17 @@ class Place:
         """Bytes per second of other kernels."""
         return self.cluster.card.bandwidth * self.c.e_bw
 
+    def passed_on(self, width: float) -> float:
+        """Bytes per second of kernels that read what the one before them wrote, `width` elements of each token.
+
+        What is still in a large cache is read from there: all of it if the cache has room for two such tensors.
+        """
+        card = self.cluster.card
+        if not card.cache or not card.cached:
+            return self.moved
+        held = min(1.0, card.cache / (2 * max(1.0, self.tokens * width * self.spec.element)))
+        return 1 / ((1 - held) / self.moved + held / (card.cached * self.c.e_bw))
+
 
 def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass:
     """Seconds of one micro-batch in a block, messages included."""
@@ -110,7 +121,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     late = trained_share(profile, spec) * products  # frozen weights need no gradient
     backward = products + late + kernels_back + core_back
     if is_beside(profile, spec):
-        there, back = adapter_pass(profile, block, spec, place.tokens, place.rate, place.moved)
+        there, back = adapter_pass(profile, block, spec, place.tokens, place.rate, place.passed_on(profile.hidden))
         unpacking = unpacked(block, spec) / (c.unpack * place.moved)
         forward, backward = forward + there + unpacking, backward + back + unpacking
     again = 0.0
@@ -172,10 +183,13 @@ def _between(profile: ModelProfile, block: BlockProfile, place: Place) -> tuple[
     """Seconds forward and backward of norms, residuals, gates and rotary embeddings."""
     spec, kernels = place.spec, KERNELS[place.spec.kernels]
     other, gated = int(not block.has_rms), int(not block.is_gated)
-    whole = kernels.norm[other] * profile.hidden / (spec.tp if spec.sequence_parallel else 1)
+    parts = spec.tp if spec.sequence_parallel else 1
+    heads = (block.heads + block.kv_heads) * block.head_dim
     routed = 4.0 * spec.element * block.routed * profile.hidden  # to experts and back
-    shared = kernels.gate[gated] * block.width + kernels.head * (block.heads + block.kv_heads) * block.head_dim
-    forward = place.tokens * (whole + (shared + routed) / spec.tp) * (spec.element / 2) / place.moved
+    forward = kernels.norm[other] * profile.hidden / parts / place.passed_on(profile.hidden / parts)
+    forward += kernels.gate[gated] * block.width / spec.tp / place.passed_on(block.width / spec.tp)
+    forward += kernels.head * heads / spec.tp / place.passed_on(heads / spec.tp) + routed / spec.tp / place.moved
+    forward *= place.tokens * spec.element / 2
     return forward, kernels.backward[other] * forward
 
 
