@@ -49,7 +49,12 @@ KERNELS: Final[Mapping[str, Kernels]] = {
     "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26, 1.5),
 }
 FUSED_LOSS: Final = 6.0  # bytes for each logit: read forward, read and written backward
-SCORE_BYTES: Final = {"fused": (8, 10), "compiled": (11, 13), "norms": (20, 24), "eager": (20, 24)}  # attention that stores its scores
+SCORE_BYTES: Final = {
+    "fused": (8, 10),
+    "compiled": (11, 13),
+    "norms": (20, 24),
+    "eager": (20, 24),
+}  # attention that stores its scores
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,10 @@ class Place:
         """Bytes per second of other kernels."""
         return self.cluster.card.bandwidth * self.c.e_bw
 
+    def beside(self, device: float, host: float) -> float:
+        """Seconds of work of a device and of the host that launches it: the longer one, or both if the host waits for each kernel."""
+        return device + host if self.spec.blocking_launches else max(device, host)
+
     def passed_on(self, width: float) -> float:
         """Bytes per second of kernels that read what the one before them wrote, `width` elements of each token.
 
@@ -132,15 +141,16 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     messages, messages_back = _tensor_messages(profile, block, place)
     sent, sent_back = _expert_messages(profile, block, place)
     messages, messages_back = messages + sent, messages_back + sent_back
-    backward += _summed(block.held(spec.ep), place)
+    backward += _summed(block.held(spec.sharing_replicas), place)
     launched, launched_back = KERNELS[spec.kernels].launched
     forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
     calls = 2 * (spec.tp > 1) * c.t_call + (spec.zero == 3 and spec.engine != "fsdp2") * c.t_fetch
     host = launched * c.t_kernel + calls
     host_back = launched_back * c.t_kernel + calls + (host if spec.recompute == "full" else 0.0)
-    whole = max(forward + messages, host), max(backward + again + messages_back, host_back)
+    launches = place.beside(forward, host), place.beside(backward + again, host_back)
+    whole = place.beside(forward + messages, host), place.beside(backward + again + messages_back, host_back)
     sharded = _sharded_messages(profile, block, place, *whole)
-    exposed = whole[0] - max(forward, host) + whole[1] - max(backward + again, host_back)
+    exposed = sum(whole) - sum(launches)
     exposed += sum(sharded) - sum(whole)
     return Pass(*sharded, exposed, late / (backward + again) * whole[1])
 
@@ -163,7 +173,9 @@ def _summed(parameters: float, place: Place) -> float:
 def _product(one: Product, place: Place, *, fp8: bool = True, heads: int = 0) -> float:
     """Seconds forward; the rank with most heads of `heads` counts."""
     spec, tokens = place.spec, place.tokens
-    share: float = spec.tp if one.cut != "none" else 1
+    whole = spec.experts_over_tp and one.stored > 1  # on a rank, which gets its part of the tokens
+    tokens /= spec.tp if whole else 1
+    share: float = spec.tp if one.cut != "none" and not whole else 1
     if one.is_attention and heads and share > 1:
         share = heads / math.ceil(heads / share)
     inputs = one.inputs / (share if one.cut == "row" else 1)
@@ -223,7 +235,8 @@ def _tensor_messages(profile: ModelProfile, block: BlockProfile, place: Place) -
     forward = backward = 0.0
     if spec.tp > 1:
         one = _joined(size, groups["tp"], place) + c.t_message
-        rows = min(2, len({p.is_attention for p in block.products if p.cut == "row"}))
+        cut = [p for p in block.products if p.cut == "row" and not (spec.experts_over_tp and p.stored > 1)]
+        rows = min(2, len({p.is_attention for p in cut}))
         forward += rows * one
         backward += rows * one * (2 if spec.recompute == "full" else 1)
         if spec.overlap_tp:
@@ -264,7 +277,9 @@ def _sharded_messages(
     size = min(spec.states[0], 2.0 if spec.dtype != "fp32" else 4.0) / spec.tp
     size_back = min(spec.states[1], 4.0) * spec.trained(profile.parameters / spec.tp) / profile.parameters  # one stage
     gathered = reduced = 0.0
-    for held, group in by_copies(block.held(spec.ep), block.experts / spec.ep, spec, cluster):
+    for held, group in by_copies(
+        block.held(spec.sharing_replicas), block.experts / spec.sharing_replicas, spec, cluster
+    ):
         gathered += one_way(size * held, group, cluster, c)
         reduced += one_way(size_back * held, group, cluster, c)
     again = gathered if spec.zero == 3 else 0.0

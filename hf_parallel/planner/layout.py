@@ -43,7 +43,10 @@ OPTIONAL: Final = (
     ),
 )
 COUNTS: Final = ("tp", "pp", "dp", "sp", "ep", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
-SWITCHES: Final = ("sequence_parallel", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp")
+SWITCHES: Final = (
+    *("sequence_parallel", "experts_over_tp", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp"),
+    "blocking_launches",
+)
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
 # an fp32 shard.
 STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
@@ -58,8 +61,10 @@ MOST_BITS: Final = 16
 # What only other systems have: the one value that this package runs.
 ONLY: Final[Mapping[str, Any]] = {
     "sp": 1,
+    "experts_over_tp": False,
     "overlap_tp": False,
     "overlap_pp": False,
+    "blocking_launches": False,
     "state_bytes": None,
     "loss": "auto",
 }
@@ -78,6 +83,8 @@ class LayoutSpec:
         dp: Replicas of these.
         sp: Ranks that share the sequence of a row (Ulysses).
         ep: Neighbouring replicas that share the experts of each block, a divisor of dp.
+        experts_over_tp: Whether the tp ranks of these replicas are counted in `ep` and have whole experts each, instead of a part
+            of every one.
         zero: What replicas partition: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
         micro_batch: Rows of one pass.
         num_microbatches: Passes of a replica in an optimizer step.
@@ -93,6 +100,7 @@ class LayoutSpec:
         overlap_dp: Whether messages of replicas travel during the passes.
         overlap_tp: Whether messages of tp ranks travel during products.
         overlap_pp: Whether messages between stages travel during passes.
+        blocking_launches: Whether the host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1).
         param_dtype: Dtype of the parameters: "fp32" if products in 16 bit cast them (mixed precision of a model that
             was loaded in fp32), "auto" that of the products.
         reduce_dtype: Dtype in which this package sums gradients of replicas.
@@ -114,6 +122,7 @@ class LayoutSpec:
     dp: int = 1
     sp: int = 1
     ep: int = 1
+    experts_over_tp: bool = False
     zero: int = 0
     micro_batch: int = 1
     num_microbatches: int = 1
@@ -128,6 +137,7 @@ class LayoutSpec:
     overlap_dp: bool = True
     overlap_tp: bool = False
     overlap_pp: bool = False
+    blocking_launches: bool = False
     param_dtype: str = "auto"
     reduce_dtype: str = "fp32"
     state_bytes: tuple[float, float, float] | None = None
@@ -156,6 +166,11 @@ class LayoutSpec:
     def _may_be_own(self) -> bool:
         kept = all(getattr(self, key) == value for key, value in ONLY.items() if key != "sp")
         return kept and self.dtype != "fp8" and self.kernels != "norms"
+
+    @property
+    def sharing_replicas(self) -> int:
+        """Replicas among which the experts of a block are shared out."""
+        return max(1, self.ep // self.tp) if self.experts_over_tp else self.ep
 
     @property
     def places_replicas(self) -> bool:
@@ -358,7 +373,12 @@ def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
         found.append(
             f"dp_inside={spec.dp_inside}: every replica has as many neighbours. Set dp_inside to a divisor of dp={spec.dp}."
         )
-    if spec.dp % spec.ep and (cluster is not None or spec.dp > 1):  # else a search chooses dp
+    if spec.experts_over_tp and (spec.ep % spec.tp or spec.dp % spec.sharing_replicas):
+        found.append(
+            f"ep={spec.ep} with experts_over_tp: all tp={spec.tp} ranks of some of the dp={spec.dp} replicas have experts. Set ep to "
+            "tp times a divisor of dp."
+        )
+    elif spec.dp % spec.sharing_replicas and (cluster is not None or spec.dp > 1):  # else a search chooses dp
         found.append(
             f"ep={spec.ep}: neighbouring replicas share the experts of each block. Set ep to a divisor of dp={spec.dp}."
         )

@@ -156,12 +156,12 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
 
 def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """As `parameters_of_ranks`, of the blocks alone."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.ep))
+    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.sharing_replicas))
 
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """As `parameters_of_ranks`, of experts alone."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.experts / spec.ep)
+    return _of_blocks(profile, spec, counts, lambda kind: kind.experts / spec.sharing_replicas)
 
 
 def _of_blocks(
@@ -185,7 +185,7 @@ def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) 
             weights -= (weights - spec.block_bits / 8) * blocks / max(parameters, 1.0)
         gradients, optimizer = gradients * share, optimizer * share
     # Experts are in parts already, of which fewer ranks have copies.
-    shard = (parameters + experts * (spec.ep - 1)) / (spec.dp * spec.sp)
+    shard = (parameters + experts * (spec.sharing_replicas - 1)) / (spec.dp * spec.sp)
     whole = spec.engine == "fsdp2" and spec.zero > 0  # the shard is all that lasts
     found = {
         "weights": weights * (shard if spec.zero == 3 or whole else parameters),
@@ -204,7 +204,7 @@ def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) 
 def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> float:
     """What is gathered, cast or on its way for a while."""
     element = float(spec.element)
-    block = max(kind.held(spec.ep) for kind in profile.kinds) / spec.tp
+    block = max(kind.held(spec.sharing_replicas) for kind in profile.kinds) / spec.tp
     rest = max(profile.embedding, profile.head) / spec.tp
     if spec.dp * spec.sp == 1:  # alone, what is offloaded passes block by block
         return element * min(parameters, GATHERED_BLOCKS * block + rest) if spec.offload_param != "none" else 0.0

@@ -287,8 +287,8 @@ def _largest_rank(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]
     """Parameters of the rank that holds most, about, and those of them in experts: blocks of its stages and the larger table."""
     kinds, blocks = [profile.kinds[kind] for kind in profile.layers], sum(counts) / spec.pp / len(profile.layers)
     tables = profile.embedding + (0 if profile.tied else profile.head)
-    share = blocks * sum(kind.held(spec.ep) for kind in kinds) + tables / min(spec.pp, 2)
-    return share / spec.tp, blocks * sum(kind.experts for kind in kinds) / spec.ep / spec.tp
+    share = blocks * sum(kind.held(spec.sharing_replicas) for kind in kinds) + tables / min(spec.pp, 2)
+    return share / spec.tp, blocks * sum(kind.experts for kind in kinds) / spec.sharing_replicas / spec.tp
 
 
 def _trained(profile: ModelProfile, place: Place, counts: Sequence[int]) -> list[tuple[float, Group]]:
