@@ -29,6 +29,7 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "offload_param": ("none", "cpu", "nvme"),
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
+    "split": ("auto", "balanced", "even"),
 }
 OPTIONAL: Final = (
     *(
@@ -40,6 +41,7 @@ OPTIONAL: Final = (
         "param_dtype",
         "reduce_dtype",
         "dp_inside",
+        "split",
     ),
 )
 COUNTS: Final = ("tp", "pp", "dp", "sp", "ep", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
@@ -90,6 +92,7 @@ class LayoutSpec:
         num_microbatches: Passes of a replica in an optimizer step.
         schedule: Order of the passes.
         stages_per_rank: Stages on each rank of the pipeline; 1 is two for the schedules that always have two.
+        split: Blocks of each stage: their numbers, "balanced" by cost, "even" as Megatron cuts; "auto" is that of the kernels.
         recompute: What the backward computes again.
         sequence_parallel: Whether tp ranks share the sequence between the sharded products.
         dtype: Dtype of the products.
@@ -128,6 +131,7 @@ class LayoutSpec:
     num_microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    split: str | tuple[int, ...] = "auto"
     recompute: str = "none"
     sequence_parallel: bool = False
     dtype: str = "bf16"
@@ -166,6 +170,11 @@ class LayoutSpec:
     def _may_be_own(self) -> bool:
         kept = all(getattr(self, key) == value for key, value in ONLY.items() if key != "sp")
         return kept and self.dtype != "fp8" and self.kernels != "norms"
+
+    @property
+    def cuts_evenly(self) -> bool:
+        """Whether stages have equal numbers of blocks where these divide."""
+        return self.split == "even" or (self.split == "auto" and self.kernels in ("fused", "norms"))
 
     @property
     def sharing_replicas(self) -> int:
@@ -304,6 +313,8 @@ def _checked(key: object, value: Any) -> Any:
         return 0 if value in ("auto", None) else whole(key, value, 1)
     if key == "block_bits":
         return _bits(value)
+    if key == "split" and isinstance(value, (list, tuple)):
+        return tuple(whole(key, one, 0) for one in value)
     if key == "state_bytes":
         return None if value is None else _triple(value)
     if value is None and key in OPTIONAL:
@@ -365,6 +376,11 @@ def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
         )
     if spec.pp == 1 and spec.stages_per_rank != 1 and spec.schedule not in ("zbv_zero_bubble", "dualpipev"):
         found.append(f"stages_per_rank={spec.stages_per_rank}: with pp=1 there is one stage. Leave it out.")
+    if isinstance(spec.split, tuple) and len(spec.split) != (spec.num_stages if spec.pp > 1 else 1):
+        found.append(
+            f"split={list(spec.split)} has {len(spec.split)} entries for pp={spec.pp} * stages_per_rank={spec.stages_per_rank}: it "
+            f"holds the number of blocks of each stage. Give {spec.num_stages} integers, or leave split out."
+        )
     if spec.dp_inside and spec.pp == 1:
         found.append(f"dp_inside={spec.dp_inside}: with pp=1 replicas are neighbours in any case. Leave it out.")
     elif spec.dp_inside and not spec.places_replicas:

@@ -420,3 +420,27 @@ def test_short_passes_are_quicker_on_a_card_with_a_large_cache() -> None:
     assert 1 < ratio("rtx4090", 8192) < 2
     assert ratio("rtx4090", 10**6) == pytest.approx(1, rel=0.01)
     assert ratio("a100_80", 1024) == 1
+
+
+def test_given_cuts_are_taken_and_balanced_ones_are_no_slower_than_even_ones() -> None:
+    def step(split: object) -> float:
+        layout = {"pp": 4, "num_microbatches": 16, "kernels": "fused", "attention": "flash", "split": split}
+        return predict(llama(), Cluster(1, 4, "a100_80"), layout, seq_len=2048).step_s
+
+    assert step([2, 2, 2, 2]) == step("even") == step("auto")
+    assert step("balanced") < step("even")
+    assert step([1, 1, 1, 5]) > step("even")
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ([2, 6], r"split=\[2, 6\] has 2 entries for pp=4.*Give 4 integers"),
+        ([2, 2, 2, 1], r"split=\[2, 2, 2, 1\]: its stages have 7 blocks, and the model has 8"),
+        ([2, 2, 2, -1], "split=-1"),
+        ("odd", "split='?odd"),
+    ],
+)
+def test_cuts_that_do_not_fit_are_refused(split: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        predict(llama(), Cluster(1, 4, "a100_80"), {"pp": 4, "num_microbatches": 4, "split": split}, seq_len=2048)
