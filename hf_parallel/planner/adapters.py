@@ -18,7 +18,12 @@ LEAST_RANK: Final = 8  # adapters of fewer on every product are rare
 # the result, scales it (read, written) and adds it (two read, one written). Its backward scales the gradient (read, written),
 # reads it for both thin products, reads the input and adds what it gets (written, two read, one written).
 # A compiler scales where it adds. Systems with kernels of their own do all of it inside of products.
-MOVED: Final = {"eager": ((1, 6), (5, 4)), "compiled": ((1, 4), (5, 3)), "fused": ((0, 0), (0, 0))}
+MOVED: Final = {
+    "eager": ((1, 6), (5, 4)),
+    "compiled": ((1, 4), (5, 3)),
+    "norms": ((1, 6), (5, 4)),
+    "fused": ((0, 0), (0, 0)),
+}
 
 
 def is_beside(profile: ModelProfile, spec: LayoutSpec) -> bool:

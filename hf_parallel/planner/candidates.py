@@ -58,6 +58,8 @@ def candidates(request: Request) -> Iterator[LayoutSpec]:
             (stages,) = request.values("stages_per_rank", (STAGES_PER_RANK[schedule][0] if shape.pp > 1 else 1,))
             if shape.pp * stages > len(request.profile.layers):
                 continue
+            if isinstance(shape.split, tuple) and len(shape.split) != shape.pp * stages:
+                continue
             (engine,) = request.values("engine", ("fsdp2" if zero == 3 else "native",))
             (chunked,) = request.values("chunked_loss", (replace(shape, zero=zero, engine=engine).chunks_by_itself,))
             found = replace(

@@ -47,8 +47,8 @@ def groups_of(spec: LayoutSpec, cluster: Cluster) -> dict[str, Group]:
         "tp": group_of(spec.tp, 1, cluster),
         "sp": group_of(spec.sp, spec.tp, cluster),
         "dp": Group(spec.dp * spec.sp, copies),
-        "ep": Group(spec.ep, min(spec.ep, copies)),
-        "experts": Group(spec.dp * spec.sp // spec.ep, max(1, copies // spec.ep)),
+        "ep": Group(spec.ep, min(spec.ep, copies * (spec.tp if spec.experts_over_tp else 1))),
+        "experts": Group(spec.dp * spec.sp // spec.sharing_replicas, max(1, copies // spec.sharing_replicas)),
     }
 
 
@@ -62,7 +62,7 @@ def by_copies(parameters: float, experts: float, spec: LayoutSpec, cluster: Clus
         cluster: The machines.
     """
     groups = groups_of(spec, cluster)
-    if spec.ep == 1:
+    if spec.sharing_replicas == 1:
         return [(parameters, groups["dp"])]
     return [(parameters - experts, groups["dp"]), (experts, groups["experts"])]
 

@@ -45,10 +45,16 @@ class Kernels:
 KERNELS: Final[Mapping[str, Kernels]] = {
     "fused": Kernels((26, 19), (5.7, 4), 1, (2.05, 2.0), (22, 36), 15, 2.08),
     "compiled": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (16, 24), 15, 1.8),
+    "norms": Kernels((26, 19), (8.7, 4.5), 1, (2.05, 1.8), (24, 42), 15, 1.5),
     "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26, 1.5),
 }
 FUSED_LOSS: Final = 6.0  # bytes for each logit: read forward, read and written backward
-SCORE_BYTES: Final = {"fused": (8, 10), "compiled": (11, 13), "eager": (20, 24)}  # attention that stores its scores
+SCORE_BYTES: Final = {
+    "fused": (8, 10),
+    "compiled": (11, 13),
+    "norms": (20, 24),
+    "eager": (20, 24),
+}  # attention that stores its scores
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,21 @@ class Place:
         """Bytes per second of other kernels."""
         return self.cluster.card.bandwidth * self.c.e_bw
 
+    def beside(self, device: float, host: float) -> float:
+        """Seconds of work of a device and of the host that launches it: the longer one, or both if the host waits for each kernel."""
+        return device + host if self.spec.blocking_launches else max(device, host)
+
+    def passed_on(self, width: float) -> float:
+        """Bytes per second of kernels that read what the one before them wrote, `width` elements of each token.
+
+        What is still in a large cache is read from there: all of it if the cache has room for two such tensors.
+        """
+        card = self.cluster.card
+        if not card.cache or not card.cached:
+            return self.moved
+        held = min(1.0, card.cache / (2 * max(1.0, self.tokens * width * self.spec.element)))
+        return 1 / ((1 - held) / self.moved + held / (card.cached * self.c.e_bw))
+
 
 def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass:
     """Seconds of one micro-batch in a block, messages included."""
@@ -109,7 +130,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     late = trained_share(profile, spec) * products  # frozen weights need no gradient
     backward = products + late + kernels_back + core_back
     if is_beside(profile, spec):
-        there, back = adapter_pass(profile, block, spec, place.tokens, place.rate, place.moved)
+        there, back = adapter_pass(profile, block, spec, place.tokens, place.rate, place.passed_on(profile.hidden))
         unpacking = moved_by_unpacking(block, spec) / (c.unpack * place.moved)
         forward, backward = forward + there + unpacking, backward + back + unpacking
     again = 0.0
@@ -120,15 +141,16 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     messages, messages_back = _tensor_messages(profile, block, place)
     sent, sent_back = _expert_messages(profile, block, place)
     messages, messages_back = messages + sent, messages_back + sent_back
-    backward += _summed(block.held(spec.ep), place)
+    backward += _summed(block.held(spec.sharing_replicas), place)
     launched, launched_back = KERNELS[spec.kernels].launched
     forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
     calls = 2 * (spec.tp > 1) * c.t_call + (spec.zero == 3 and spec.engine != "fsdp2") * c.t_fetch
     host = launched * c.t_kernel + calls
     host_back = launched_back * c.t_kernel + calls + (host if spec.recompute == "full" else 0.0)
-    whole = max(forward + messages, host), max(backward + again + messages_back, host_back)
+    launches = place.beside(forward, host), place.beside(backward + again, host_back)
+    whole = place.beside(forward + messages, host), place.beside(backward + again + messages_back, host_back)
     sharded = _sharded_messages(profile, block, place, *whole)
-    exposed = whole[0] - max(forward, host) + whole[1] - max(backward + again, host_back)
+    exposed = sum(whole) - sum(launches)
     exposed += sum(sharded) - sum(whole)
     return Pass(*sharded, exposed, late / (backward + again) * whole[1])
 
@@ -140,7 +162,7 @@ def _summed(parameters: float, place: Place) -> float:
     another kernel reads both and writes the sum. FSDP sums parts, which is little.
     """
     spec = place.spec
-    inside = spec.kernels == "fused" and spec.engine == "native"
+    inside = spec.kernels in ("fused", "norms") and spec.engine == "native"
     if spec.num_microbatches == 1 or spec.gathers_each_pass or spec.adapters or inside:
         return 0.0
     each = 2 * min(4.0, spec.states[1]) + spec.element
@@ -151,7 +173,9 @@ def _summed(parameters: float, place: Place) -> float:
 def _product(one: Product, place: Place, *, fp8: bool = True, heads: int = 0) -> float:
     """Seconds forward; the rank with most heads of `heads` counts."""
     spec, tokens = place.spec, place.tokens
-    share: float = spec.tp if one.cut != "none" else 1
+    whole = spec.experts_over_tp and one.stored > 1  # on a rank, which gets its part of the tokens
+    tokens /= spec.tp if whole else 1
+    share: float = spec.tp if one.cut != "none" and not whole else 1
     if one.is_attention and heads and share > 1:
         share = heads / math.ceil(heads / share)
     inputs = one.inputs / (share if one.cut == "row" else 1)
@@ -171,10 +195,13 @@ def _between(profile: ModelProfile, block: BlockProfile, place: Place) -> tuple[
     """Seconds forward and backward of norms, residuals, gates and rotary embeddings."""
     spec, kernels = place.spec, KERNELS[place.spec.kernels]
     other, gated = int(not block.has_rms), int(not block.is_gated)
-    whole = kernels.norm[other] * profile.hidden / (spec.tp if spec.sequence_parallel else 1)
+    parts = spec.tp if spec.sequence_parallel else 1
+    heads = (block.heads + block.kv_heads) * block.head_dim
     routed = 4.0 * spec.element * block.routed * profile.hidden  # to experts and back
-    shared = kernels.gate[gated] * block.width + kernels.head * (block.heads + block.kv_heads) * block.head_dim
-    forward = place.tokens * (whole + (shared + routed) / spec.tp) * (spec.element / 2) / place.moved
+    forward = kernels.norm[other] * profile.hidden / parts / place.passed_on(profile.hidden / parts)
+    forward += kernels.gate[gated] * block.width / spec.tp / place.passed_on(block.width / spec.tp)
+    forward += kernels.head * heads / spec.tp / place.passed_on(heads / spec.tp) + routed / spec.tp / place.moved
+    forward *= place.tokens * spec.element / 2
     return forward, kernels.backward[other] * forward
 
 
@@ -208,7 +235,8 @@ def _tensor_messages(profile: ModelProfile, block: BlockProfile, place: Place) -
     forward = backward = 0.0
     if spec.tp > 1:
         one = _joined(size, groups["tp"], place) + c.t_message
-        rows = min(2, len({p.is_attention for p in block.products if p.cut == "row"}))
+        cut = [p for p in block.products if p.cut == "row" and not (spec.experts_over_tp and p.stored > 1)]
+        rows = min(2, len({p.is_attention for p in cut}))
         forward += rows * one
         backward += rows * one * (2 if spec.recompute == "full" else 1)
         if spec.overlap_tp:
@@ -249,7 +277,9 @@ def _sharded_messages(
     size = min(spec.states[0], 2.0 if spec.dtype != "fp32" else 4.0) / spec.tp
     size_back = min(spec.states[1], 4.0) * spec.trained(profile.parameters / spec.tp) / profile.parameters  # one stage
     gathered = reduced = 0.0
-    for held, group in by_copies(block.held(spec.ep), block.experts / spec.ep, spec, cluster):
+    for held, group in by_copies(
+        block.held(spec.sharing_replicas), block.experts / spec.sharing_replicas, spec, cluster
+    ):
         gathered += one_way(size * held, group, cluster, c)
         reduced += one_way(size_back * held, group, cluster, c)
     again = gathered if spec.zero == 3 else 0.0
@@ -266,11 +296,16 @@ def head_pass(profile: ModelProfile, place: Place) -> Pass:
     """Seconds of the head and the loss."""
     product = _product(Product(profile.hidden, profile.vocab), place, fp8=False)
     spec = place.spec
-    each = FUSED_LOSS if spec.loss == "fused" else KERNELS["eager" if spec.loss == "logits" else spec.kernels].logits
-    logits = each * place.tokens * profile.vocab / spec.tp / place.moved
+    stored = "eager" if spec.loss in ("logits", "gathered") else spec.kernels
+    each = FUSED_LOSS if spec.loss == "fused" else KERNELS[stored].logits
+    logits = each * place.tokens * profile.vocab / (1 if spec.loss == "gathered" else spec.tp) / place.moved
     summed = _summed(profile.head, place)
     late = trained_share(profile, spec) * product
-    return Pass(product + logits / 3, product + late + 2 * logits / 3 + summed, weights=late)
+    gathered = 0.0
+    if spec.loss == "gathered":  # backward, each rank takes its part of what it has computed whole
+        size = spec.element * place.tokens * profile.vocab
+        gathered = one_way(size, groups_of(spec, place.cluster)["tp"], place.cluster, place.c)
+    return Pass(product + gathered + logits / 3, product + late + 2 * logits / 3 + summed, weights=late)
 
 
 def embedding_pass(profile: ModelProfile, place: Place) -> Pass:

@@ -39,6 +39,8 @@ class Gpu:
         network: Bytes per second of a whole node to other nodes.
         source: Where the numbers are from.
         tuned: Part of the peak that large products reach in the stacks of `kernels: fused`; None: as in others.
+        cache: Bytes of its second-level cache, None where the fit of the constants is of cards with such caches.
+        cached: Bytes per second of that cache.
     """
 
     peak: float
@@ -53,6 +55,8 @@ class Gpu:
     network: float
     source: str
     tuned: float | None = None
+    cache: float | None = None
+    cached: float | None = None
 
 
 @functools.cache

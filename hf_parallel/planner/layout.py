@@ -20,15 +20,16 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "schedule": tuple(STAGES_PER_RANK),
     "recompute": ("none", "selective", "full"),
     "dtype": ("bf16", "fp16", "fp8", "fp32"),
-    "kernels": ("eager", "compiled", "fused"),
+    "kernels": ("eager", "compiled", "norms", "fused"),
     "attention": ("eager", "sdpa", "flash"),
-    "loss": ("auto", "logits", "fused"),
+    "loss": ("auto", "logits", "gathered", "fused"),
     "param_dtype": ("auto", "fp32"),
     "reduce_dtype": ("fp32", "bf16"),
     "engine": ("auto", "native", "fsdp2", "deepspeed"),
     "offload_param": ("none", "cpu", "nvme"),
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
+    "split": ("auto", "balanced", "even"),
 }
 OPTIONAL: Final = (
     *(
@@ -40,10 +41,14 @@ OPTIONAL: Final = (
         "param_dtype",
         "reduce_dtype",
         "dp_inside",
+        "split",
     ),
 )
 COUNTS: Final = ("tp", "pp", "dp", "sp", "ep", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
-SWITCHES: Final = ("sequence_parallel", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp")
+SWITCHES: Final = (
+    *("sequence_parallel", "experts_over_tp", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp"),
+    "blocking_launches",
+)
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
 # an fp32 shard.
 STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
@@ -58,8 +63,10 @@ MOST_BITS: Final = 16
 # What only other systems have: the one value that this package runs.
 ONLY: Final[Mapping[str, Any]] = {
     "sp": 1,
+    "experts_over_tp": False,
     "overlap_tp": False,
     "overlap_pp": False,
+    "blocking_launches": False,
     "state_bytes": None,
     "loss": "auto",
 }
@@ -78,21 +85,25 @@ class LayoutSpec:
         dp: Replicas of these.
         sp: Ranks that share the sequence of a row (Ulysses).
         ep: Neighbouring replicas that share the experts of each block, a divisor of dp.
+        experts_over_tp: Whether the tp ranks of these replicas are counted in `ep` and have whole experts each, instead of a part
+            of every one.
         zero: What replicas partition: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
         micro_batch: Rows of one pass.
         num_microbatches: Passes of a replica in an optimizer step.
         schedule: Order of the passes.
         stages_per_rank: Stages on each rank of the pipeline; 1 is two for the schedules that always have two.
+        split: Blocks of each stage: their numbers, "balanced" by cost, "even" as Megatron cuts; "auto" is that of the kernels.
         recompute: What the backward computes again.
         sequence_parallel: Whether tp ranks share the sequence between the sharded products.
         dtype: Dtype of the products.
-        kernels: How norms, gates and residuals run.
+        kernels: How norms, gates and residuals run: "norms" has kernels of its own for norms and attention alone, "fused" for all.
         attention: How attention runs.
-        loss: What it keeps of each logit: "logits" copies in fp32, "fused" the logit and its gradient in 16 bit; "auto" is that
-            of the kernels.
+        loss: What it keeps of each logit: "logits" copies in fp32, "gathered" the same of the whole vocabulary on every tp rank,
+            "fused" the logit and its gradient in 16 bit; "auto" is that of the kernels.
         overlap_dp: Whether messages of replicas travel during the passes.
         overlap_tp: Whether messages of tp ranks travel during products.
         overlap_pp: Whether messages between stages travel during passes.
+        blocking_launches: Whether the host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1).
         param_dtype: Dtype of the parameters: "fp32" if products in 16 bit cast them (mixed precision of a model that
             was loaded in fp32), "auto" that of the products.
         reduce_dtype: Dtype in which this package sums gradients of replicas.
@@ -114,11 +125,13 @@ class LayoutSpec:
     dp: int = 1
     sp: int = 1
     ep: int = 1
+    experts_over_tp: bool = False
     zero: int = 0
     micro_batch: int = 1
     num_microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    split: str | tuple[int, ...] = "auto"
     recompute: str = "none"
     sequence_parallel: bool = False
     dtype: str = "bf16"
@@ -128,6 +141,7 @@ class LayoutSpec:
     overlap_dp: bool = True
     overlap_tp: bool = False
     overlap_pp: bool = False
+    blocking_launches: bool = False
     param_dtype: str = "auto"
     reduce_dtype: str = "fp32"
     state_bytes: tuple[float, float, float] | None = None
@@ -155,7 +169,17 @@ class LayoutSpec:
     @property
     def _may_be_own(self) -> bool:
         kept = all(getattr(self, key) == value for key, value in ONLY.items() if key != "sp")
-        return kept and self.dtype != "fp8"
+        return kept and self.dtype != "fp8" and self.kernels != "norms"
+
+    @property
+    def cuts_evenly(self) -> bool:
+        """Whether stages have equal numbers of blocks where these divide."""
+        return self.split == "even" or (self.split == "auto" and self.kernels in ("fused", "norms"))
+
+    @property
+    def sharing_replicas(self) -> int:
+        """Replicas among which the experts of a block are shared out."""
+        return max(1, self.ep // self.tp) if self.experts_over_tp else self.ep
 
     @property
     def places_replicas(self) -> bool:
@@ -289,6 +313,8 @@ def _checked(key: object, value: Any) -> Any:
         return 0 if value in ("auto", None) else whole(key, value, 1)
     if key == "block_bits":
         return _bits(value)
+    if key == "split" and isinstance(value, (list, tuple)):
+        return tuple(whole(key, one, 0) for one in value)
     if key == "state_bytes":
         return None if value is None else _triple(value)
     if value is None and key in OPTIONAL:
@@ -350,6 +376,11 @@ def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
         )
     if spec.pp == 1 and spec.stages_per_rank != 1 and spec.schedule not in ("zbv_zero_bubble", "dualpipev"):
         found.append(f"stages_per_rank={spec.stages_per_rank}: with pp=1 there is one stage. Leave it out.")
+    if isinstance(spec.split, tuple) and len(spec.split) != (spec.num_stages if spec.pp > 1 else 1):
+        found.append(
+            f"split={list(spec.split)} has {len(spec.split)} entries for pp={spec.pp} * stages_per_rank={spec.stages_per_rank}: it "
+            f"holds the number of blocks of each stage. Give {spec.num_stages} integers, or leave split out."
+        )
     if spec.dp_inside and spec.pp == 1:
         found.append(f"dp_inside={spec.dp_inside}: with pp=1 replicas are neighbours in any case. Leave it out.")
     elif spec.dp_inside and not spec.places_replicas:
@@ -358,7 +389,12 @@ def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
         found.append(
             f"dp_inside={spec.dp_inside}: every replica has as many neighbours. Set dp_inside to a divisor of dp={spec.dp}."
         )
-    if spec.dp % spec.ep and (cluster is not None or spec.dp > 1):  # else a search chooses dp
+    if spec.experts_over_tp and (spec.ep % spec.tp or spec.dp % spec.sharing_replicas):
+        found.append(
+            f"ep={spec.ep} with experts_over_tp: all tp={spec.tp} ranks of some of the dp={spec.dp} replicas have experts. Set ep to "
+            "tp times a divisor of dp."
+        )
+    elif spec.dp % spec.sharing_replicas and (cluster is not None or spec.dp > 1):  # else a search chooses dp
         found.append(
             f"ep={spec.ep}: neighbouring replicas share the experts of each block. Set ep to a divisor of dp={spec.dp}."
         )

@@ -42,7 +42,7 @@ def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: 
         seq_len: Tokens of a row.
     """
     sent = sent_of_ranks(profile, cluster, spec, seq_len)
-    shape = MeshShape(spec.dp, spec.pp, spec.tp, spec.sp, spec.ep, spec.neighbours)
+    shape = MeshShape(spec.dp, spec.pp, spec.tp, spec.sp, spec.sharing_replicas, spec.neighbours)
     links = Links(cluster.nodes, cluster.gpus_per_node, cluster.gpus_per_node)
     in_nodes = spec.sums_in_nodes and shape.copies_in_nodes(links.ranks_per_node) > 1
     laid = Placement(shape, links, sums_in_nodes=in_nodes, sent=sent)
@@ -77,9 +77,9 @@ def sent_of_ranks(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq
     found: dict[str, float | tuple[float, ...]] = {axis: total for axis, each in sizes.items() if (total := sum(each))}
     held, routed = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     copies = spec.dp * spec.sp
-    if spec.ep > 1:
+    if spec.sharing_replicas > 1:
         held = [whole - experts for whole, experts in zip(held, routed, strict=True)]
-        found["experts"] = tuple(sum(_of_replicas(one, copies // spec.ep, spec)) for one in routed)
+        found["experts"] = tuple(sum(_of_replicas(one, copies // spec.sharing_replicas, spec)) for one in routed)
     found["dp"] = tuple(sum(_of_replicas(one, copies, spec)) for one in held)
     return {axis: sent for axis, sent in found.items() if not isinstance(sent, tuple) or any(sent)}
 
@@ -95,10 +95,17 @@ def _blocks_of_a_rank(spec: LayoutSpec, counts: Sequence[int]) -> int:
 
 
 def _of_products(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: Sequence[int]) -> Iterator[float]:
-    """All-reduces of a block: two forward, two backward, and two more if it runs again."""
+    """All-reduces of a block: two forward, two backward, and two more if it runs again; one each if whole experts are on each rank.
+
+    Then tokens go to experts of other tp ranks and back.
+    """
     times = 6 if spec.recompute == "full" else 4
     blocks = _blocks_of_a_rank(spec, counts) * spec.num_microbatches
-    yield times * blocks * 2 * (spec.tp - 1) / spec.tp * _passed(profile, spec, seq_len)
+    reduced = times * blocks * 2 * (spec.tp - 1) / spec.tp * _passed(profile, spec, seq_len)
+    yield reduced / (2 if spec.experts_over_tp else 1)
+    if spec.experts_over_tp:
+        routed = max(kind.routed for kind in profile.kinds)
+        yield times * blocks * (spec.tp - 1) / spec.ep * routed / spec.tp * _passed(profile, spec, seq_len)
 
 
 def _of_sequence(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: Sequence[int]) -> Iterator[float]:
@@ -112,11 +119,12 @@ def _of_sequence(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: 
 
 
 def _of_experts(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: Sequence[int]) -> Iterator[float]:
-    """Tokens to experts of other ranks and back, forward and backward, and forward again if blocks run again."""
+    """Tokens to experts of other replicas and back, forward and backward, and forward again if blocks run again."""
     routed = max(kind.routed for kind in profile.kinds)
     times = 6 if spec.recompute == "full" else 4
     blocks = _blocks_of_a_rank(spec, counts) * spec.num_microbatches
-    yield times * blocks * (spec.ep - 1) / spec.ep * routed / spec.tp * _passed(profile, spec, seq_len)
+    others = spec.ep - (spec.tp if spec.experts_over_tp else 1)
+    yield times * blocks * others / spec.ep * routed / spec.tp * _passed(profile, spec, seq_len)
 
 
 def _of_replicas(parameters: float, copies: int, spec: LayoutSpec) -> Iterator[float]:

@@ -64,6 +64,7 @@ class MeasuredCluster(Cluster):
             bandwidth=found.moved,
             pcie=link,
             nvlink=None if stock.nvlink is None else link,
+            cache=None,  # its part in what was moved was measured
             source="hf-parallel calibrate",
         )
 

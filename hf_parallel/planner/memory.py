@@ -22,15 +22,18 @@ from hf_parallel.planner.profile import BlockProfile, ModelProfile
 FRAGMENTATION: Final = 0.1  # of what comes and goes; states are allocated once
 # The same where a GPU is full: torch gives cached blocks back and tries again before it is out of memory. The largest batches
 # of MosaicML's table that ran on 40 GB leave 0.08.
-TIGHTEST: Final = 0.05
+TIGHTEST: Final = 0.08
 # Of a GPU, what processes of Megatron and of systems like it hold besides, where there is room for it: buffers of their groups and
 # cached memory. From what a monitor showed of 143 published runs, 9 GB of 80 in the mean.
 OTHERS_HOLD: Final = 0.105
 PASSING: Final = ("activations", "logits", "buffers")
 BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in fp32
 # Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
-LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "fused": 8.0}
+LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "norms": 12.0, "fused": 8.0}
 MIDDLE: Final = 1  # the block that is recorded, of three
+# Of each logit of the whole vocabulary: log-softmax and the gradients before and after it, in fp32. In 16 bit the logits, and the
+# parts that they were gathered from, whose memory the allocator keeps in pieces that are too small for the others.
+GATHERED_LOSS: Final = 12.0
 FUSED_LOSS: Final = 4.0  # one kernel reads the 16-bit logits and another writes their gradient
 
 
@@ -117,7 +120,7 @@ def _sizes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_l
 
 def _loss(profile: ModelProfile, spec: LayoutSpec, tokens: float) -> float:
     """Logits and loss; without logits those of one tile, the head's gradient in fp32 and that of the hidden states."""
-    vocab, each = profile.vocab / spec.tp, _logit_bytes(spec)
+    vocab, each = profile.vocab / (1 if spec.loss == "gathered" else spec.tp), _logit_bytes(spec)
     if not spec.chunked_loss or not is_tiled(int(tokens), profile.hidden, int(vocab)):
         return each * tokens * vocab
     tile = rows_of_tile(int(tokens), profile.hidden, int(vocab))
@@ -129,6 +132,8 @@ def _logit_bytes(spec: LayoutSpec) -> float:
     """Bytes of each logit, when the loss takes most."""
     if spec.loss == "fused":
         return FUSED_LOSS * spec.element / 2
+    if spec.loss == "gathered":
+        return GATHERED_LOSS + 2.0 * spec.element
     stored = LOGIT_BYTES["eager" if spec.loss == "logits" else spec.kernels]
     return stored * (2 if spec.dtype == "fp32" else 1)
 
@@ -150,12 +155,12 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
 
 def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """As `parameters_of_ranks`, of the blocks alone."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.ep))
+    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.sharing_replicas))
 
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """Like `parameters_of_ranks`, counting the experts alone."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.experts / spec.ep)
+    return _of_blocks(profile, spec, counts, lambda kind: kind.experts / spec.sharing_replicas)
 
 
 def _of_blocks(
@@ -179,7 +184,7 @@ def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) 
             weights -= (weights - spec.block_bits / 8) * blocks / max(parameters, 1.0)
         gradients, optimizer = gradients * share, optimizer * share
     # Experts are in parts already, of which fewer ranks have copies.
-    shard = (parameters + experts * (spec.ep - 1)) / (spec.dp * spec.sp)
+    shard = (parameters + experts * (spec.sharing_replicas - 1)) / (spec.dp * spec.sp)
     whole = spec.engine == "fsdp2" and spec.zero > 0  # the shard is all that lasts
     found = {
         "weights": weights * (shard if spec.zero == 3 or whole else parameters),
@@ -198,7 +203,7 @@ def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) 
 def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> float:
     """What is gathered, cast or on its way for a while."""
     element = float(spec.element)
-    block = max(kind.held(spec.ep) for kind in profile.kinds) / spec.tp
+    block = max(kind.held(spec.sharing_replicas) for kind in profile.kinds) / spec.tp
     rest = max(profile.embedding, profile.head) / spec.tp
     if spec.dp * spec.sp == 1:  # alone, what is offloaded passes block by block
         return element * min(parameters, GATHERED_BLOCKS * block + rest) if spec.offload_param != "none" else 0.0
@@ -226,13 +231,13 @@ def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec,
     the feed-forward part and, where attention stores them, its scores. Megatron gathers the inputs of sharded products
     again in the backward; autograd alone keeps what was gathered.
     """
-    size, eager = spec.element, spec.kernels == "eager"
-    norm = 8.0 if eager and block.has_rms else 4.0
+    size = spec.element
+    norm = 8.0 if spec.kernels == "eager" and block.has_rms else 4.0
     norms = 2 * norm * profile.hidden * (size / 2) + 2.0 * profile.has_dropout * profile.hidden
     heads = size * block.heads * (block.head_dim + block.value_dim) + size * block.kv_heads * (
         block.head_dim + block.value_dim
     )
-    wide = size * block.width * ((4 if eager else 3) if block.is_gated else 2)
+    wide = size * block.width * ((4 if spec.kernels in ("eager", "norms") else 3) if block.is_gated else 2)
     routed = 2.0 * size * block.routed * profile.hidden
     split = heads + wide + routed + 4.0 * block.heads + _scores(block, spec, seq_len, profile.has_dropout)
     gathered = 2.0 * size * profile.hidden * _keeps_gathered(spec)
@@ -248,7 +253,7 @@ def _scores(block: BlockProfile, spec: LayoutSpec, seq_len: int, dropout: bool) 
     """Bytes of a token's row of attention scores."""
     if spec.attention != "eager":
         return 0.0
-    each = spec.element * (2 if dropout else 1) + dropout + (4 if spec.kernels == "eager" else 0)
+    each = spec.element * (2 if dropout else 1) + dropout + (4 if spec.kernels in ("eager", "norms") else 0)
     return float(each * block.heads * seq_len)
 
 

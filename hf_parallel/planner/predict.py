@@ -139,6 +139,11 @@ def check_sizes(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> None:
             f"pp={spec.pp} * stages_per_rank={spec.stages_per_rank} = {spec.num_stages} stages, and the model has "
             f"{len(profile.layers)} blocks. Lower pp or stages_per_rank."
         )
+    if isinstance(spec.split, tuple) and sum(spec.split) != len(profile.layers):
+        problems.append(
+            f"split={list(spec.split)}: its stages have {sum(spec.split)} blocks, and the model has {len(profile.layers)}. Give every "
+            "block to one stage."
+        )
     if heads and spec.tp > heads:
         problems.append(f"tp={spec.tp}: attention has {heads} heads to share. Set tp to {heads} or less.")
     if heads and spec.sp > 1 and heads % (spec.tp * spec.sp):
@@ -221,9 +226,12 @@ def step_of(
     kinds = [block_pass(profile, kind, place) for kind in profile.kinds]
     blocks = [kinds[kind] for kind in profile.layers]
     first, last = embedding_pass(profile, place), head_pass(profile, place)
-    even = spec.kernels == "fused"
     computed = [one.both - one.exposed for one in blocks]  # of links, the cut knows nothing
-    counts = cut(computed, first.both, last.both, spec.num_stages, even=even)
+    counts = (
+        cut(computed, first.both, last.both, spec.num_stages, even=spec.cuts_evenly)
+        if isinstance(spec.split, str)
+        else list(spec.split)
+    )
     stages, forward, backward, weights = _stages(blocks, counts, first, last)
     sent, way = _between_stages(profile, place)
     per_stage = c.t_micro / 2 + sent
@@ -287,8 +295,8 @@ def _largest_rank(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]
     """Parameters of the rank that holds most, about, and those of them in experts: blocks of its stages and the larger table."""
     kinds, blocks = [profile.kinds[kind] for kind in profile.layers], sum(counts) / spec.pp / len(profile.layers)
     tables = profile.embedding + (0 if profile.tied else profile.head)
-    share = blocks * sum(kind.held(spec.ep) for kind in kinds) + tables / min(spec.pp, 2)
-    return share / spec.tp, blocks * sum(kind.experts for kind in kinds) / spec.ep / spec.tp
+    share = blocks * sum(kind.held(spec.sharing_replicas) for kind in kinds) + tables / min(spec.pp, 2)
+    return share / spec.tp, blocks * sum(kind.experts for kind in kinds) / spec.sharing_replicas / spec.tp
 
 
 def _trained(profile: ModelProfile, place: Place, counts: Sequence[int]) -> list[tuple[float, Group]]:

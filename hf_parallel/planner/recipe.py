@@ -45,6 +45,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
         "num_microbatches": parts * (1 if accumulated == "auto" else accumulated),
         "schedule": config.pipeline.schedule if config.pp_size > 1 else "1f1b",
         "stages_per_rank": stages if config.pp_size > 1 else 1,
+        "split": "auto" if config.pp_size == 1 or config.pipeline.split == "balanced" else config.pipeline.split,
         "recompute": "none" if recompute.every is None else whole_block,
         "sequence_parallel": config.tensor_parallel.sequence_parallel,
         "chunked_loss": config.chunks_loss,
@@ -73,8 +74,8 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     ]
     if spec.dtype not in PRECISIONS:
         problems.append(f"dtype={spec.dtype}: this package has no setting for it. Set dtype to bf16.")
-    if spec.kernels == "fused":
-        problems.append("kernels=fused: this package has no such kernels. Set kernels to compiled or eager.")
+    if spec.kernels in ("fused", "norms"):
+        problems.append(f"kernels={spec.kernels}: this package has no such kernels. Set kernels to compiled or eager.")
     if problems:
         raise ConfigError("\n".join(problems))
     settings: dict[str, Any] = {"tp_size": spec.tp, "pp_size": spec.pp, "zero": _partition(spec)}
@@ -83,6 +84,7 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     if spec.pp > 1:
         settings["pipeline"] |= {"schedule": spec.schedule, "num_microbatches": spec.num_microbatches}
         settings["pipeline"] |= {"stages_per_rank": spec.stages_per_rank} if spec.stages_per_rank > 1 else {}
+        settings["pipeline"] |= {"split": spec.split} if spec.split not in ("auto", "balanced") else {}
     settings["gradient_accumulation_steps"] = 1 if spec.pp > 1 else spec.num_microbatches
     if spec.recompute != "none":
         settings["activation_checkpointing"] = (

@@ -358,3 +358,90 @@ def test_a_fused_loss_keeps_a_third_of_the_bytes_of_a_logit_and_is_never_slower(
     assert fused.memory_bytes["logits"] == pytest.approx(stored.memory_bytes["logits"] / 3)
     assert fused.step_s < stored.step_s
     assert predict(profile, cluster, {"micro_batch": 4}, seq_len=512).memory_bytes == stored.memory_bytes
+
+
+def llama(hidden: int = 4096, width: int = 11008, layers: int = 8, vocab: int = 128000) -> ModelProfile:
+    """A Llama's shape: gates, RMS norms and a head of its own."""
+    attention = (
+        *[Product(hidden, hidden, is_attention=True)] * 3,
+        Product(hidden, hidden, cut="row", is_attention=True),
+    )
+    feed = (*[Product(hidden, width)] * 2, Product(width, hidden, cut="row"))
+    block = BlockProfile((*attention, *feed), 4 * hidden**2 + 3 * hidden * width, 32, 32, 128, 128)
+    return ModelProfile(hidden, vocab, (block,), (0,) * layers, vocab * hidden, vocab * hidden, False)
+
+
+def _logits(loss: str, tp: int) -> float:
+    spec = layout_of({"tp": tp, "num_microbatches": 2, "kernels": "fused", "attention": "flash", "loss": loss})
+    return memory_bytes(llama(), spec, [8], 2048)["logits"]
+
+
+def test_gathered_logits_take_whole_vocabularies_on_every_tp_rank() -> None:
+    assert _logits("gathered", 4) == _logits("gathered", 1) == 16 * 2048 * 128000
+    assert _logits("logits", 4) == _logits("logits", 1) / 4
+
+
+def test_gathered_logits_are_sent_and_their_loss_is_computed_by_every_tp_rank() -> None:
+    def seconds(loss: str, tp: int) -> float:
+        layout = {"tp": tp, "kernels": "fused", "attention": "flash", "loss": loss}
+        return predict(llama(), Cluster(1, tp, "a100_80"), layout, seq_len=2048).step_s
+
+    assert seconds("gathered", 1) == pytest.approx(seconds("logits", 1))
+    assert seconds("gathered", 4) > 1.02 * seconds("logits", 4)
+
+
+def test_norms_with_kernels_alone_keep_what_gates_are_made_of() -> None:
+    def kept(kernels: str) -> float:
+        spec = layout_of({"kernels": kernels, "attention": "flash"})
+        return kept_activations(llama(), spec, [8], 2048)[0][0] / 8 / 2048
+
+    assert kept("norms") - kept("fused") == 2 * 11008
+    assert kept("eager") - kept("norms") == 2 * 2 * 4096 * 2
+
+
+def test_a_host_that_waits_for_each_kernel_adds_its_launches_to_every_pass() -> None:
+    def seconds(micro_batch: int, **more: object) -> float:
+        layout = {"micro_batch": micro_batch, "num_microbatches": 16 // micro_batch, "kernels": "fused"} | more
+        return predict(llama(), Cluster(1, 1, "a100_80"), layout, seq_len=2048).step_s
+
+    added = [seconds(rows, blocking_launches=True) - seconds(rows) for rows in (1, 2, 4)]
+    launches = 8 * 58 * constants().t_kernel  # of a pass
+    assert added == pytest.approx([16 * launches, 8 * launches, 4 * launches])
+
+
+def test_short_passes_are_quicker_on_a_card_with_a_large_cache() -> None:
+    """A cache that holds two tensors of a pass serves what kernels pass on to each other, and none of long passes."""
+    from hf_parallel.planner.cost import Place
+
+    def ratio(gpu: str, tokens: int) -> float:
+        place = Place(layout_of({}), Cluster(1, 1, gpu), tokens, constants())
+        return place.passed_on(4096) / place.moved
+
+    assert ratio("rtx4090", 1024) == pytest.approx(5e12 / 1.008e12)
+    assert 1 < ratio("rtx4090", 8192) < 2
+    assert ratio("rtx4090", 10**6) == pytest.approx(1, rel=0.01)
+    assert ratio("a100_80", 1024) == 1
+
+
+def test_given_cuts_are_taken_and_balanced_ones_are_no_slower_than_even_ones() -> None:
+    def step(split: object) -> float:
+        layout = {"pp": 4, "num_microbatches": 16, "kernels": "fused", "attention": "flash", "split": split}
+        return predict(llama(), Cluster(1, 4, "a100_80"), layout, seq_len=2048).step_s
+
+    assert step([2, 2, 2, 2]) == step("even") == step("auto")
+    assert step("balanced") < step("even")
+    assert step([1, 1, 1, 5]) > step("even")
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ([2, 6], r"split=\[2, 6\] has 2 entries for pp=4.*Give 4 integers"),
+        ([2, 2, 2, 1], r"split=\[2, 2, 2, 1\]: its stages have 7 blocks, and the model has 8"),
+        ([2, 2, 2, -1], "split=-1"),
+        ("odd", "split='?odd"),
+    ],
+)
+def test_cuts_that_do_not_fit_are_refused(split: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        predict(llama(), Cluster(1, 4, "a100_80"), {"pp": 4, "num_microbatches": 4, "split": split}, seq_len=2048)

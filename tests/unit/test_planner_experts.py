@@ -53,6 +53,33 @@ def test_states_are_those_that_validate_counts(zero: int, ep: int) -> None:
     assert found["optimizer"] == pytest.approx(wanted["optimizer state"], rel=1e-3)
 
 
+def test_experts_over_tp_ranks_are_whole_and_as_many_bytes() -> None:
+    cut = estimate(tp=2, dp=4, ep=4).memory_bytes
+    whole = estimate(tp=2, dp=4, ep=8, experts_over_tp=True, sequence_parallel=True).memory_bytes
+    assert all(whole[term] == pytest.approx(cut[term]) for term in ("weights", "gradients", "optimizer"))
+
+
+def test_experts_over_tp_ranks_need_no_sum_of_parts_and_send_tokens_to_tp_ranks() -> None:
+    layout = {"tp": 2, "dp": 4, "num_microbatches": 2, "sequence_parallel": True, "kernels": "fused"}
+    cut, whole = (_traffic(ONE_NODE, layout | one) for one in ({"ep": 4}, {"ep": 8, "experts_over_tp": True}))
+    to_replicas = cut["ep"].gpu * (6 / 8) / (3 / 4)
+    assert whole["ep"].gpu == pytest.approx(to_replicas)
+    assert whole["tp"].gpu == pytest.approx(cut["tp"].gpu / 2 + to_replicas / 6)
+
+
+def test_experts_of_one_tp_group_are_summed_over_all_replicas() -> None:
+    layout = {"tp": 2, "dp": 4, "sequence_parallel": True, "kernels": "fused"}
+    found = _traffic(ONE_NODE, layout | {"ep": 2, "experts_over_tp": True})
+    assert "ep" not in found
+    assert found["dp"].gpu == pytest.approx(_traffic(ONE_NODE, layout)["dp"].gpu)
+
+
+@pytest.mark.parametrize("ep", [3, 6])
+def test_experts_over_tp_ranks_take_whole_replicas(ep: int) -> None:
+    with pytest.raises(ConfigError, match=rf"ep={ep} with experts_over_tp.*Set ep to tp times a divisor of dp"):
+        estimate(tp=2, dp=4, ep=ep, experts_over_tp=True)
+
+
 def test_stages_hold_their_part_of_the_experts() -> None:
     whole, shared = (estimate(dp=4, pp=2, ep=ep).memory_bytes["weights"] for ep in (1, 4))
     assert whole - shared == pytest.approx(2 * 4 * 8 * EXPERT * 3 / 4, rel=0.2)

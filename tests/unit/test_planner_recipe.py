@@ -24,6 +24,7 @@ LAYOUTS = [
     {"tp": 2, "dp": 4, "zero": 1, "num_microbatches": 3},
     {"pp": 2, "dp": 4, "num_microbatches": 8, "micro_batch": 2, "recompute": "full"},
     {"pp": 4, "tp": 2, "num_microbatches": 8, "schedule": "zbv_zero_bubble"},
+    {"pp": 2, "dp": 4, "num_microbatches": 8, "split": [3, 5]},
     {"pp": 2, "tp": 2, "dp": 2, "num_microbatches": 8, "schedule": "interleaved_1f1b", "stages_per_rank": 3},
     {"dp": 8, "zero": 3, "recompute": "selective", "micro_batch": 4},
     {"dp": 8, "zero": 2, "dtype": "fp16", "sequence_parallel": False, "kernels": "compiled"},
