@@ -327,3 +327,24 @@ def test_a_hook_sees_the_gradient_of_one_process(tmp_path: Path) -> None:
     for found in run_ranks(hooked_main, 2, layouts, tmp_path=tmp_path, env=ENV)[0]:
         assert found["history"] == pytest.approx(wanted["history"], rel=1e-5)
         assert_same_state(found["state"], wanted["state"])
+
+
+class ReadsBetween(TrainerCallback):
+    """A norm between the batches of a step, where experts have what tokens of two replicas gave, and all else has those of one."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def between_main(rank: int, world_size: int) -> str:
+    options: dict[str, Any] = {"model": tiny.mixtral_plain, "max_steps": 1, "gradient_accumulation_steps": 2}
+    with pytest.raises(UnsupportedError) as error:
+        trained_with(ReadsBetween(), {"ep_size": 2}, **options)
+    return str(error.value)
+
+
+def test_gradients_of_experts_are_not_read_between_batches(tmp_path: Path) -> None:
+    for text in run_ranks(between_main, 2, tmp_path=tmp_path, env=ENV):
+        assert re.search(
+            r"experts\..* of experts that replicas share \(ep_size above 1\), is read or limited between", text
+        )
