@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from callback_runs import assert_same_state, trained_with
 from rank_runner import RankError, run_ranks
 from resume_cases import SAVED_AT, Job, resumed, run_jobs, states_equal
 from safetensors.torch import load_file
@@ -304,3 +305,46 @@ def test_the_planner_counts_what_travels_to_experts(tmp_path: Path) -> None:
     found = run_ranks(counting_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV)
     # Half of what is exchanged stays on its rank if tokens are spread evenly; results go from the rank that got more.
     assert sum(one["sent"] for one in found) / 2 == sum(one["planned"] for one in found) > 0
+
+
+class LimitsExperts(TrainerCallback):
+    """A hook on the gradient of each stack of experts, which depends on its size."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.register_hook(lambda gradient: gradient / (1 + 100 * gradient.norm()))
+
+
+def hooked_main(rank: int, world_size: int, layouts: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    options: dict[str, Any] = {"model": tiny.mixtral_plain, "max_steps": 3, "optim": "sgd", "learning_rate": 0.5}
+    return [trained_with(LimitsExperts(), parallel, **options) for parallel in layouts]
+
+
+def test_a_hook_sees_the_gradient_of_one_process(tmp_path: Path) -> None:
+    [[wanted]] = run_ranks(hooked_main, 1, [None], tmp_path=tmp_path, env=ENV, init_group=False)
+    layouts: list[dict[str, Any] | None] = [{"ep_size": 2}, {"ep_size": 2, "zero": {"stage": 1}}]
+    for found in run_ranks(hooked_main, 2, layouts, tmp_path=tmp_path, env=ENV)[0]:
+        assert found["history"] == pytest.approx(wanted["history"], rel=1e-5)
+        assert_same_state(found["state"], wanted["state"])
+
+
+class ReadsBetween(TrainerCallback):
+    """A norm between the batches of a step, where experts have what tokens of two replicas gave, and all else has those of one."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def between_main(rank: int, world_size: int) -> str:
+    options: dict[str, Any] = {"model": tiny.mixtral_plain, "max_steps": 1, "gradient_accumulation_steps": 2}
+    with pytest.raises(UnsupportedError) as error:
+        trained_with(ReadsBetween(), {"ep_size": 2}, **options)
+    return str(error.value)
+
+
+def test_gradients_of_experts_are_not_read_between_batches(tmp_path: Path) -> None:
+    for text in run_ranks(between_main, 2, tmp_path=tmp_path, env=ENV):
+        assert re.search(
+            r"experts\..* of experts that replicas share \(ep_size above 1\), is read or limited between", text
+        )

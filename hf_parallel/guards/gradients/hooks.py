@@ -155,8 +155,10 @@ class HookGuard:
         spec = self._ledger.entries[name].spec
         if spec is None:
             raise RuntimeError(f"{name} is not sharded")
-        whole = self._assemble(name, gradient)
-        result = self.changed_by(name, hook, whole)
+        # Tokens of all replicas that share experts have reached them: the gradient is the sum of what their losses gave.
+        losses = self._mesh.shape.ep_size
+        whole = self._assemble(name, gradient) / losses
+        result = self.changed_by(name, hook, whole) * losses
         return spec.shard(result, self._mesh.parts.size, self._mesh.parts.rank).to(gradient.dtype)
 
 

@@ -187,7 +187,7 @@ def refuse_summand(name: str) -> None:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
-        f"the gradient of {name}, which several stages share (pp_size above 1) or which comes of parts of each row (sp_size above "
-        "1), is read or limited between two batches of a step: its summands are added up after the last batch. Do it where "
+        f"the gradient of {name}, which several stages share (pp_size above 1), which comes of parts of each row (sp_size above 1), or "
+        "which is of experts that replicas share (ep_size above 1), is read or limited between two batches of a step: its summands are added up after the last batch. Do it where "
         "accelerator.sync_gradients is true (on_pre_optimizer_step), set gradient_accumulation_steps to 1, or untie the parameter."
     )

@@ -68,7 +68,12 @@ class ShownGradients(NormsOfShown):
         self._stands = StandIns(self._stand_for)
         self._touched = False
         in_parts = mesh.shape.sp_size > 1  # each rank has what its part of a sequence gives
-        self._summands = frozenset(n for n in parameters if in_parts or len(ledger.entries[n].holders) > 1)
+        with_others = mesh.shape.ep_size > 1  # experts have what tokens of all replicas that share them give
+        self._summands = frozenset(
+            name
+            for name, entry in ((n, ledger.entries[n]) for n in parameters)
+            if in_parts or len(entry.holders) > 1 or (with_others and entry.spec is not None)
+        )
         answer_norms_of_nothing(self)
 
     # -- what parts ask ------------------------------------------------------------------------------------------
