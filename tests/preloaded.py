@@ -25,13 +25,14 @@ from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 MODULES = ("deepspeed", "numpy.ctypeslib", "torch.profiler._cupti_monitor")
 
 # DeepSpeed chooses its accelerator when it is imported, which is not a thing to do beside the stand-in for CUDA.
-for name in MODULES if "softcuda.devices" not in sys.modules else ():
-    importlib.import_module(name)
+if "softcuda.devices" not in sys.modules:
+    for name in MODULES:
+        importlib.import_module(name)
+    for model in (tiny.llama(), tiny.gpt2()):
+        probes = Probes(model, torch.device("cpu"))
+        discover_stages(model, probes.discovery, cost_tokens=probes.cost_tokens)
+    del model, probes
 get_checkpoint_conversion_mapping("llama")
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
-for model in (tiny.llama(), tiny.gpt2()):
-    probes = Probes(model, torch.device("cpu"))
-    discover_stages(model, probes.discovery, cost_tokens=probes.cost_tokens)
-del model, probes
 gc.collect()
 gc.freeze()  # of the server: its ranks begin with all of it left out of their collections
