@@ -26,19 +26,32 @@ LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 # Files whose tests take minutes: with two processes, one that begins last would run alone at the end.
 LONGEST = (
+    "test_verify.py",
+    "test_asynchronous.py",
     "test_trl.py",
-    "test_benchmarks.py",
+    "test_launch_failures.py",
+    "test_ulysses.py",
+    "test_compiled_blocks.py",
     "test_schedule_parity.py",
+    "test_lora_pipeline.py",
+    "test_lora_shards.py",
+    "test_backward_code.py",
+    "test_fsdp.py",
+    "test_monitor.py",
+    "test_benchmarks.py",
     "test_trainer_features.py",
     "test_trainer_parity.py",
     "test_tp_trainer_parity.py",
-    "test_fsdp.py",
     "test_own_losses.py",
     "test_compression_trainer.py",
     "test_scaled_down_recipes.py",
-    "test_launch_failures.py",
-    "test_settings_fuzz.py",
     "test_resume.py",
+    "test_attacks_zero.py",
+    "test_freezing_alike.py",
+    "test_drift.py",
+    "test_tensor_parallel.py",
+    "test_settings_fuzz.py",
+    "test_settings_known.py",
 )
 SLOWEST_FILES = 25
 
