@@ -52,6 +52,11 @@ LONGEST = (
     "test_tensor_parallel.py",
     "test_settings_fuzz.py",
     "test_settings_known.py",
+    "test_tp_pairs.py",
+    "test_stage_recompute.py",
+    "test_tp_plan.py",
+    "test_tp_vocab.py",
+    "test_stage_cut.py",
 )
 SLOWEST_FILES = 25
 
