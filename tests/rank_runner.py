@@ -28,13 +28,12 @@ PRELOAD = [
     "torch.distributed.pipelining",
     "transformers",
     "transformers.trainer",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.qwen3.modeling_qwen3",
     "accelerate",
     "pytest",
     "hf_parallel.trainer.callback",
     "hf_parallel.trainer.plugin",
+    "tiny",
+    "trainer_cases",
     "preloaded",
 ]
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)

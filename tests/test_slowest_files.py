@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import LONGEST
 
 
 SLOW = """
@@ -44,3 +45,7 @@ def test_seconds_of_each_file_are_printed_with_fixtures_and_failures(options: li
     assert (name, count) == ("test_slow.py", "2")
     assert float(seconds) >= 0.9, "sleeps of the fixture, before and after, and of the test"
     assert second.endswith("test_quick.py (1)")
+
+
+def test_files_that_begin_first_exist() -> None:
+    assert set(LONGEST) <= {path.name for path in Path(__file__).parent.rglob("test_*.py")}

@@ -143,6 +143,15 @@ def arguments_written(op: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+@functools.cache
+def gives_new_memory(op: Any) -> bool:
+    """Whether an op, by its schema, changes no argument and returns no memory of one."""
+    schema = getattr(op, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return all(value.alias_info is None for value in [*schema.arguments, *schema.returns])
+
+
 def id_of_storage(storage: Any) -> int:
     """A number of a storage while it is alive; `data_ptr()` is 0 for every empty or meta tensor."""
     return int(storage._cdata)

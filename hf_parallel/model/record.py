@@ -9,6 +9,7 @@ as templates.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from hf_parallel.compat.private_torch import (
 )
 from hf_parallel.compat.private_transformers import CACHES
 from hf_parallel.compat.torch_tools import TorchDispatchMode
+from hf_parallel.model import shapes_of_ops
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
 from hf_parallel.model.tensors import tensors_in
@@ -115,7 +117,7 @@ class _OpLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = shapes_of_ops.call(func, args, kwargs)
         if self._silent:
             return out
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
@@ -124,7 +126,7 @@ class _OpLog(TorchDispatchMode):
         writes = frozenset(map(self.number, outputs + mutated))
         is_view = not mutated and bool(writes) and writes <= reads
         scalars = _scalars(args, kwargs) if self.with_scalars else ""
-        self.ops.append(Op(self.epoch, reads, writes, str(func), is_view, scalars))
+        self.ops.append(Op(self.epoch, reads, writes, _name(func), is_view, scalars))
         flops = _flops(func, args, kwargs, out)
         self.flops[self.epoch] = self.flops.get(self.epoch, 0.0) + flops
         if not flops and not is_view:
@@ -147,6 +149,11 @@ class _OpLog(TorchDispatchMode):
             return tensor.detach()  # an output that its own node keeps would never be freed
         finally:
             self._silent = False
+
+
+@functools.cache
+def _name(op: Any) -> str:
+    return str(op)  # which torch composes each time
 
 
 def _scalars(args: Any, kwargs: Mapping[str, Any]) -> str:
@@ -185,7 +192,7 @@ def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
     formula = flop_registry.get(packet_of_op(func))
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=out))
-    if "grouped_mm" in str(func) and len(args) > 1 and args[0].ndim == 2 and args[1].ndim == 3:
+    if "grouped_mm" in _name(func) and len(args) > 1 and args[0].ndim == 2 and args[1].ndim == 3:
         # torch has no formula for it: each row meets one expert
         return 2.0 * float(args[0].numel()) * float(args[1].shape[-1])
     return 0.0
