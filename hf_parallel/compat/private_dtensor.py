@@ -119,10 +119,10 @@ def whole_draws_of_parts() -> None:
         whole[0] = first.full_tensor() if reads else torch.empty(first.shape, dtype=first.dtype, device=device)
         drawn = func(*whole, **kwargs)
         if func._schema.is_mutable:
-            first._local_tensor.copy_(_part_of(drawn, first)._local_tensor)
+            first._local_tensor.copy_(part_of(drawn, first)._local_tensor)
             return first
         many = drawn if isinstance(drawn, tuple) else (drawn,)
-        parts = tuple(_part_of(one, first) if one.shape == first.shape else one for one in many)
+        parts = tuple(part_of(one, first) if one.shape == first.shape else one for one in many)
         return parts if isinstance(drawn, tuple) else parts[0]
 
     for name in DRAWS:
@@ -153,7 +153,7 @@ def whole_indices_of_parts() -> None:
         found = func(*whole[0], **whole[1])
         if not func._schema.is_mutable or not isinstance(first, DTensor):
             return found
-        first._local_tensor.copy_(_part_of(found, first)._local_tensor)
+        first._local_tensor.copy_(part_of(found, first)._local_tensor)
         return first
 
     for func in overloads_of((*INDEXED, *PRODUCTS)):
@@ -239,7 +239,7 @@ def _with_plain(handlers: dict[Any, Any]) -> Callable[..., Any]:
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         first, changes = args[0], func._schema.is_mutable and isinstance(args[0], DTensor)
         if changes and any(map(_is_plain, args[1:])):
-            args = [first, *(_part_of(arg.expand(first.shape), first) if _is_plain(arg) else arg for arg in args[1:])]
+            args = [first, *(part_of(arg.expand(first.shape), first) if _is_plain(arg) else arg for arg in args[1:])]
         return stock_result(handlers, func, args, kwargs)
 
     return run
@@ -275,7 +275,7 @@ def _refuse(what: str, where: str, parts: Sequence[Tensor], error: Exception | N
     ) from error
 
 
-def _part_of(whole: Tensor, like: Any) -> Any:
+def part_of(whole: Tensor, like: Any) -> Any:
     """This rank's part of a tensor that every rank has."""
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 

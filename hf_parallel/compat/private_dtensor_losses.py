@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from hf_parallel.compat.private_dtensor import overloads_of, stock_result
+from hf_parallel.compat.private_dtensor import overloads_of, part_of, stock_result
 from hf_parallel.compat.private_torch import in_backward_pass
 
 
@@ -22,8 +23,10 @@ NUMBERED = (
     *("add", "sub", "rsub", "mul", "div", "pow", "expand", "where", "lerp", "addcmul", "addcdiv", "fmod", "remainder"),
     *("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "masked_fill", "threshold", "threshold_backward"),
 )
-# What makes one number of two, of a loss and a penalty over parts, say.
+# What joins two tensors: a loss and a penalty over parts, say, or a part and older weights.
 JOINED = ("add", "sub", "rsub", "mul", "div", "maximum", "minimum", "where", "add_", "sub_", "mul_", "div_")
+
+ELEMENTWISE = ("add", "sub", "rsub", "mul", "div")  # of those, whose gradients are made by them, too
 
 
 def note_numbers_of_losses(note: Callable[[Tensor | float], None]) -> None:
@@ -51,44 +54,86 @@ def note_numbers_of_losses(note: Callable[[Tensor | float], None]) -> None:
             handlers[func] = noting(handlers.get(func))
 
 
-def plain_numbers_beside_plain() -> None:
-    """Let `loss + penalty`, of a plain number and one of parts, be this rank's loss plus the whole penalty, a plain number.
+def join_parts_and_plain_tensors(note: Callable[[Tensor | float], None]) -> None:
+    """Let losses join parts, and numbers of them, with plain tensors: `loss + p.square().sum()`, `fisher * (p - older) ** 2`.
 
-    In torch 2.13 it is a DTensor, whose value has the loss of another rank in it, and so is the gradient that `loss` gets, which its
-    own backward pass refuses.
+    Torch makes `loss + penalty` a DTensor, whose value has the loss of another rank in it, and so is the gradient that `loss` gets,
+    which its own backward pass refuses: here it is a plain number, this rank's loss plus the whole penalty. Torch refuses
+    plain tensors beside parts: here they are wholes, of which each rank takes its part.
+
+    Args:
+        note: Gets a number for each whole that a backward pass follows: ranks that have other ones would train other parts.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
 
-    def joining(inner: Any) -> Any:
+    def joining(inner: Any, elements: bool) -> Any:
+        def stock(func: Any, args: Any, kwargs: Any) -> Any:
+            return stock_result(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
+
         def run(func: Any, args: Any, kwargs: Any) -> Any:
-            parts = [arg for arg in args if isinstance(arg, DTensor) and arg.ndim == 0]
-            plain = [arg for arg in args if type(arg) is Tensor and arg.ndim == 0]
-            if not parts or not plain:
-                return stock_result(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
-            if func._schema.is_mutable and args[0] is parts[0]:  # stays one of parts
-                _follow(plain, _whole_number)
-                _make_whole(parts[0])
-                return stock_result(handlers, func, args, kwargs)
-            for part in parts:
-                _follow([part], functools.partial(_on_every_rank, mesh=part.device_mesh))
-            return func(*map(_whole_number, args), **kwargs)
+            parts = [arg for arg in args if isinstance(arg, DTensor)]
+            plain = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, DTensor)]
+            if parts and plain and all(part.ndim == 0 for part in parts):
+                return _joined_numbers(stock, func, args, kwargs)
+            if elements and parts and any(one.numel() > 1 for one in plain):
+                # In a backward pass the first one is the gradient.
+                if _is_followed(parts) or (not _is_followed(plain) and args[0] is parts[0]):
+                    return stock(func, _all_in_parts(args, parts[0], note), kwargs)
+                return func(*map(_whole, args), **kwargs)
+            return stock(func, args, kwargs)
 
         run.joins = True  # type: ignore[attr-defined]
         return run
 
     for func in overloads_of(JOINED):
         if not hasattr(handlers.get(func), "joins"):
-            handlers[func] = joining(handlers.get(func))
+            handlers[func] = joining(handlers.get(func), func.overloadpacket.__name__ in ELEMENTWISE)
 
 
-def _follow(numbers: Sequence[Tensor], hook: Callable[[Tensor], Tensor]) -> None:
-    for number in numbers:
-        if number.requires_grad and torch.is_grad_enabled():
-            number.register_hook(hook)
+def _joined_numbers(stock: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Of numbers of parts and plain tensors: a plain tensor."""
+    parts = [arg for arg in args if isinstance(arg, DTensor)]
+    if func._schema.is_mutable and args[0] is parts[0]:  # it stays one of parts
+        _follow([arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, DTensor)], _whole)
+        _make_whole(parts[0])
+        return stock(func, args, kwargs)
+    for part in parts:
+        _follow([part], functools.partial(_on_every_rank, mesh=part.device_mesh))
+    return func(*map(_whole, args), **kwargs)
 
 
-def _whole_number(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) and value.ndim == 0 else value
+def _all_in_parts(args: Sequence[Any], like: Any, note: Callable[[Tensor | float], None]) -> list[Any]:
+    """Plain tensors as this rank's parts; as they are where they are larger, or the sum of a tensor is not made yet."""
+    wholes = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.numel() > 1]
+    partial = any(placement.is_partial() for placement in like.placements)
+    if partial or any(torch.broadcast_shapes(one.shape, like.shape) != like.shape for one in wholes):
+        return list(args)
+    if _is_followed(args):
+        _follow(wholes, _whole)
+        for one in wholes:
+            note(_mark(one))
+    chosen = {id(one): part_of(one.detach().expand(like.shape), like) for one in wholes}
+    return [chosen.get(id(arg), arg) for arg in args]
+
+
+@torch.no_grad()
+def _mark(tensor: Tensor) -> Tensor:
+    """A number for the elements of a tensor at their places."""
+    flat = tensor.reshape(-1).float()
+    return flat @ torch.linspace(1.0, 2.0, flat.numel(), device=flat.device)
+
+
+def _follow(tensors: Sequence[Tensor], hook: Callable[[Tensor], Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(hook)
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    fixed: Any = value.detach()
+    return fixed.full_tensor()
 
 
 def _make_whole(number: Any) -> None:
@@ -99,7 +144,7 @@ def _make_whole(number: Any) -> None:
 
 
 def _on_every_rank(gradient: Tensor, mesh: Any) -> Tensor:
-    """A number that every rank has, as a DTensor."""
+    """A tensor that every rank has, as a DTensor."""
     if isinstance(gradient, DTensor):
         return gradient
     return DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -120,6 +165,26 @@ def _number_of(value: object) -> Tensor | float | None:
         partial = any(placement.is_partial() for placement in value.placements)
         return value._local_tensor if value.ndim == 0 and not partial else None
     return value if value.numel() == 1 else None
+
+
+def gradients_in_parts(parameter: Any) -> object:
+    """Let the gradient of a parameter in parts be in the same parts: that of `p.sum()` is whole on every rank in torch.
+
+    Returns:
+        What does it while it is kept.
+    """
+
+    def shared_out(gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        gradient = gradients[0]
+        if not isinstance(gradient, DTensor) or gradient.placements == parameter.placements:
+            return None
+        return (gradient.redistribute(placements=parameter.placements),)
+
+    is_trained = parameter.requires_grad
+    node = get_gradient_edge(parameter.requires_grad_(True)).node
+    parameter.requires_grad_(is_trained)
+    node.register_prehook(shared_out)
+    return node
 
 
 def mean_gradients_of_wholes() -> None:

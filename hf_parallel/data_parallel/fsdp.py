@@ -34,9 +34,10 @@ from hf_parallel.compat.private_dtensor import (
     whole_numbers_of_parts,
 )
 from hf_parallel.compat.private_dtensor_losses import (
+    gradients_in_parts,
+    join_parts_and_plain_tensors,
     mean_gradients_of_wholes,
     note_numbers_of_losses,
-    plain_numbers_beside_plain,
 )
 from hf_parallel.compat.private_fsdp import HookCarrier, keep_class_name
 from hf_parallel.compat.private_torch import own_parameters
@@ -130,9 +131,12 @@ class ShardedModel:
         self._has_gathered = False
         self._hooks = HookCarrier(self.parts)
         self._gathered = Gathered(self._hooks)
+        self._gradient_nodes: list[object] = []
         for parameter in self._parameters:
             if is_part(parameter):
                 parameter.__class__ = KeptPart  # type: ignore[assignment]
+                if parameter.is_floating_point():
+                    self._gradient_nodes.append(gradients_in_parts(parameter))
         for name, old in before.items():
             if old is not after[name]:
                 self._take_over(old, after[name])
@@ -276,7 +280,7 @@ def _teach_parts() -> None:
     whole_indices_of_parts()
     explain_refusals_of_parts(_name_of)
     note_numbers_of_losses(NUMBERS.note)
-    plain_numbers_beside_plain()
+    join_parts_and_plain_tensors(NUMBERS.note)
     mean_gradients_of_wholes()
 
 

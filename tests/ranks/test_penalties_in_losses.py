@@ -68,6 +68,52 @@ def to_older(loop: Loop, step: int) -> None:
     loop.accelerator.backward(loop.loss(step) + 0.1 * distance)
 
 
+def plain_older(loop: Loop) -> dict[str, torch.Tensor]:
+    """Whole weights as they were loaded, which are no parts."""
+    older: dict[str, torch.Tensor] = vars(loop)["loaded"]
+    return older
+
+
+def to_loaded(loop: Loop, step: int) -> None:
+    """A distance from the weights as they were loaded, while embedding and head are gathered."""
+    loss = loop.loss(step)
+    distance = sum((p - plain_older(loop)[name]).square().sum() for name, p in loop.model.named_parameters())
+    loop.accelerator.backward(loss + 0.1 * distance)
+
+
+def weighed(loop: Loop, step: int) -> None:
+    """As `to_loaded`, each element with a weight of its own, rows with another."""
+    loss: Any = loop.loss(step)
+    for name, p in loop.model.named_parameters():
+        older = plain_older(loop)[name]
+        important = older.abs() / older.abs().mean()
+        loss = loss + 0.05 * (important * (older * 0.9 - p) ** 2 / (1 + older.square())).sum()
+        loss = loss + 0.01 * ((p * older).sum() * older.mean())
+    loop.accelerator.backward(loss)
+
+
+def to_kept(loop: Loop, step: int) -> None:
+    """The distance from copies that were made between steps, in parts, while embedding and head are gathered."""
+    kept = vars(loop).setdefault("kept", {n: p.detach().clone() * 0.9 for n, p in loop.model.named_parameters()})
+    loss = loop.loss(step)
+    distance = sum(((p - kept[n]) * kept[n]).sum() for n, p in loop.model.named_parameters())
+    loop.accelerator.backward(loss + 0.1 * distance)
+
+
+def of_sums(loop: Loop, step: int) -> None:
+    loop.accelerator.backward(loop.loss(step) + 0.01 * sum(p.sum() for p in loop.model.parameters()))
+
+
+def own_weights(loop: Loop, step: int) -> None:
+    """Weights of elements that each replica has for itself: as many ones on both."""
+    loss: Any = loop.loss(step)
+    for name, p in loop.model.named_parameters():
+        mask = torch.zeros_like(plain_older(loop)[name]).flatten()
+        mask[loop.replica :: 2] = 1
+        loss = loss + (mask.view(p.shape) * p.square()).sum()
+    loop.accelerator.backward(loss)
+
+
 def on_logits(loop: Loop, step: int) -> None:
     rows = tiny.collate(tiny.rows(64))
     mine = user_loops.ROWS // loop.replicas
@@ -95,13 +141,14 @@ def own_product(loop: Loop, step: int) -> None:
 
 RIGHT = (
     *(together, plain_backward, of_blocks, of_embedding, made_before, in_place, of_norms, to_older, on_logits),
-    accumulated,
+    *(accumulated, to_loaded, weighed, to_kept, of_sums),
 )
-UNLIKE = (own_factor, own_product)
+UNLIKE = (own_factor, own_product, own_weights)
 
 
 def looping(passes: Callable[[Loop, int], None]) -> Callable[[Loop], None]:
     def body(loop: Loop) -> None:
+        vars(loop)["loaded"] = {name: p.detach().clone() * 0.95 for name, p in loop.model.named_parameters()}
         loop.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.5))
         for step in range(STEPS):
             passes(loop, step)
