@@ -56,6 +56,11 @@ def on_virtual_ranks(tp_size: int, work: Callable[[TPGroup, int], Any]) -> list[
     return results
 
 
+def one_by_one(case: str, count: int) -> list[nn.Module]:
+    """A model for each rank: in threads, transformers would leave functions of torch.nn.init exchanged, and random numbers mix."""
+    return [vocab_model(case) for _ in range(count)]
+
+
 def planned(model: nn.Module, tp_size: int = 2, parallel_loss: Any = "auto") -> TPPlan:
     return shard_vocabulary(model, plan_tensor_parallel(model, tp_size, vocab_batch()), vocab_batch(), parallel_loss)
 
@@ -341,9 +346,10 @@ def test_loss_and_every_gradient_equal_one_process(case: str, tp_size: int) -> N
     loss = reference(**vocab_batch(), use_cache=False).loss
     loss.backward()
     plan = planned(reference, tp_size)
+    models = one_by_one(case, tp_size)
 
     def work(group: TPGroup, rank: int) -> tuple[float, dict[str, Tensor]]:
-        model = vocab_model(case)
+        model = models[rank]
         apply_tensor_parallel(model, plan, group, rank, lambda name: True)
         mine = model(**vocab_batch(), use_cache=False).loss
         mine.backward()
@@ -373,9 +379,10 @@ def test_whoever_asks_for_logits_gets_whole_ones(case: str) -> None:
     batch = vocab_batch()
     expected = reference(**batch, use_cache=False)
     plan = planned(reference)
+    models = one_by_one(case, 2)
 
     def work(group: TPGroup, rank: int) -> None:
-        model = vocab_model(case)
+        model = models[rank]
         apply_tensor_parallel(model, plan, group, rank, lambda name: True)
         output = model(**batch, use_cache=False)
         assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
