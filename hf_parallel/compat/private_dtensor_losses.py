@@ -25,7 +25,6 @@ NUMBERED = (
 )
 # What joins two tensors: a loss and a penalty over parts, say, or a part and older weights.
 JOINED = ("add", "sub", "rsub", "mul", "div", "maximum", "minimum", "where", "add_", "sub_", "mul_", "div_")
-
 ELEMENTWISE = ("add", "sub", "rsub", "mul", "div")  # of those, whose gradients are made by them, too
 
 
@@ -118,15 +117,25 @@ def _all_in_parts(args: Sequence[Any], like: Any, note: Callable[[Tensor | float
 
 @torch.no_grad()
 def _mark(tensor: Tensor) -> Tensor:
-    """A number for the elements of a tensor at their places."""
+    """A number for the elements of a tensor at their places: another one even if two elements of millions change places."""
     flat = tensor.reshape(-1).float()
-    return flat @ torch.linspace(1.0, 2.0, flat.numel(), device=flat.device)
+    return (torch.arange(flat.numel(), device=flat.device, dtype=torch.float32).sin_() * flat).sum(dtype=torch.float64)
 
 
-def _follow(tensors: Sequence[Tensor], hook: Callable[[Tensor], Tensor]) -> None:
+def _follow(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> None:
+    """Change the gradients that tensors get of what is computed now."""
     for tensor in tensors:
         if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(hook)
+            handles: list[Any] = []
+
+            def hook(gradient: Tensor, handles: list[Any] = handles) -> Tensor:
+                for handle in handles:
+                    handle.remove()
+                return change(gradient)
+
+            handle = tensor.register_hook(hook)
+            if tensor.is_leaf:  # which stays, and would have more hooks after each pass
+                handles.append(handle)
 
 
 def _whole(value: Any) -> Any:

@@ -92,6 +92,21 @@ def weighed(loop: Loop, step: int) -> None:
     loop.accelerator.backward(loss)
 
 
+def of_a_gate(loop: Loop, step: int) -> None:
+    """With a factor for each element that is trained beside the model, by hand."""
+    gate = vars(loop).setdefault("gate", torch.ones(64, 32, requires_grad=True))
+    loop.accelerator.backward(loop.loss(step) + 0.1 * (gate * up(loop).square()).sum())
+    with torch.no_grad():
+        gate -= 0.1 * gate.grad
+    loop.history.append(float(gate.sum()))
+    gate.grad = None
+    assert len(gate._backward_hooks or ()) == 0
+
+
+def up(loop: Loop) -> Any:
+    return next(p for name, p in loop.model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight"))
+
+
 def to_kept(loop: Loop, step: int) -> None:
     """The distance from copies that were made between steps, in parts, while embedding and head are gathered."""
     kept = vars(loop).setdefault("kept", {n: p.detach().clone() * 0.9 for n, p in loop.model.named_parameters()})
@@ -141,7 +156,7 @@ def own_product(loop: Loop, step: int) -> None:
 
 RIGHT = (
     *(together, plain_backward, of_blocks, of_embedding, made_before, in_place, of_norms, to_older, on_logits),
-    *(accumulated, to_loaded, weighed, to_kept, of_sums),
+    *(accumulated, to_loaded, weighed, of_a_gate, to_kept, of_sums),
 )
 UNLIKE = (own_factor, own_product, own_weights)
 
