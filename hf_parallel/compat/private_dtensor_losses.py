@@ -90,7 +90,7 @@ def join_parts_and_plain_tensors(note: Callable[[Tensor | float], None]) -> None
 
 
 def _joined_numbers(stock: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Of numbers of parts and plain tensors: a plain tensor."""
+    """Compute with numbers of parts and plain tensors: a plain tensor."""
     parts = [arg for arg in args if isinstance(arg, DTensor)]
     if func._schema.is_mutable and args[0] is parts[0]:  # it stays one of parts
         _follow([arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, DTensor)], _whole)
