@@ -56,15 +56,14 @@ def whole_numbers_of_parts() -> None:
 
     def item(func: Any, args: Any, kwargs: Any) -> Any:
         value = args[0]
-        partial = any(placement.is_partial() for placement in value.placements)
-        return func(value.full_tensor() if partial else value.to_local())
+        return func(value.full_tensor() if is_partial(value) else value.to_local())
 
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, item)
 
     def norm(func: Any, args: Any, kwargs: Any) -> Any:
         """Norms of columns, say: torch 2.13 adds up those of the parts of each column when their sum is taken."""
         found = stock_result(handlers, func, args, kwargs)
-        partial = found.ndim > 0 and any(placement.is_partial() for placement in found.placements)
+        partial = found.ndim > 0 and is_partial(found)
         whole = [Replicate() if placement.is_partial() else placement for placement in found.placements]
         return found.redistribute(placements=whole) if partial else found
 
@@ -257,6 +256,11 @@ def stock_result(handlers: dict[Any, Any], func: Any, args: Any, kwargs: Any) ->
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1
+
+
+def is_partial(part: Any) -> bool:
+    """Whether ranks have summands of a DTensor, or others that are to be combined."""
+    return any(placement.is_partial() for placement in part.placements)
 
 
 def overloads_of(names: Sequence[str]) -> Iterator[Any]:

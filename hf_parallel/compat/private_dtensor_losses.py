@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from hf_parallel.compat.private_dtensor import overloads_of, part_of, stock_result
+from hf_parallel.compat.private_dtensor import is_partial, overloads_of, part_of, stock_result
 from hf_parallel.compat.private_torch import in_backward_pass
 
 
@@ -25,7 +25,7 @@ NUMBERED = (
 )
 # What joins two tensors: a loss and a penalty over parts, say, or a part and older weights.
 JOINED = ("add", "sub", "rsub", "mul", "div", "maximum", "minimum", "where", "add_", "sub_", "mul_", "div_")
-ELEMENTWISE = ("add", "sub", "rsub", "mul", "div")  # of those, whose gradients are made by them, too
+ARITHMETIC = ("add", "sub", "rsub", "mul", "div")  # of those, whose gradients are made by them, too
 
 
 def note_numbers_of_losses(note: Callable[[Tensor | float], None]) -> None:
@@ -71,7 +71,7 @@ def join_parts_and_plain_tensors(note: Callable[[Tensor | float], None]) -> None
 
         def run(func: Any, args: Any, kwargs: Any) -> Any:
             parts = [arg for arg in args if isinstance(arg, DTensor)]
-            plain = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, DTensor)]
+            plain = _plain_of(args)
             if parts and plain and all(part.ndim == 0 for part in parts):
                 return _joined_numbers(stock, func, args, kwargs)
             if elements and parts and any(one.numel() > 1 for one in plain):
@@ -86,14 +86,14 @@ def join_parts_and_plain_tensors(note: Callable[[Tensor | float], None]) -> None
 
     for func in overloads_of(JOINED):
         if not hasattr(handlers.get(func), "joins"):
-            handlers[func] = joining(handlers.get(func), func.overloadpacket.__name__ in ELEMENTWISE)
+            handlers[func] = joining(handlers.get(func), func.overloadpacket.__name__ in ARITHMETIC)
 
 
 def _joined_numbers(stock: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Compute with numbers of parts and plain tensors: a plain tensor."""
     parts = [arg for arg in args if isinstance(arg, DTensor)]
     if func._schema.is_mutable and args[0] is parts[0]:  # it stays one of parts
-        _follow([arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, DTensor)], _whole)
+        _follow(_plain_of(args), _whole)
         _make_whole(parts[0])
         return stock(func, args, kwargs)
     for part in parts:
@@ -103,9 +103,8 @@ def _joined_numbers(stock: Callable[..., Any], func: Any, args: Sequence[Any], k
 
 def _all_in_parts(args: Sequence[Any], like: Any, note: Callable[[Tensor | float], None]) -> list[Any]:
     """Plain tensors as this rank's parts; as they are where they are larger, or the sum of a tensor is not made yet."""
-    wholes = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.numel() > 1]
-    partial = any(placement.is_partial() for placement in like.placements)
-    if partial or any(torch.broadcast_shapes(one.shape, like.shape) != like.shape for one in wholes):
+    wholes = [one for one in _plain_of(args) if one.numel() > 1]
+    if is_partial(like) or any(torch.broadcast_shapes(one.shape, like.shape) != like.shape for one in wholes):
         return list(args)
     if _is_followed(args):
         _follow(wholes, _whole)
@@ -113,6 +112,10 @@ def _all_in_parts(args: Sequence[Any], like: Any, note: Callable[[Tensor | float
             note(_mark(one))
     chosen = {id(one): part_of(one.detach().expand(like.shape), like) for one in wholes}
     return [chosen.get(id(arg), arg) for arg in args]
+
+
+def _plain_of(args: Sequence[object]) -> list[Tensor]:
+    return [arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, DTensor)]
 
 
 @torch.no_grad()
@@ -147,7 +150,7 @@ def _whole(value: Any) -> Any:
 
 def _make_whole(number: Any) -> None:
     """In place: of what was this rank's summand."""
-    if any(placement.is_partial() for placement in number.placements):
+    if is_partial(number):
         alike = number.detach().redistribute(placements=[Replicate()] * number.device_mesh.ndim)
         number._local_tensor, number._spec = alike._local_tensor, alike._spec
 
@@ -171,8 +174,7 @@ def _number_of(value: object) -> Tensor | float | None:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor):
-        partial = any(placement.is_partial() for placement in value.placements)
-        return value._local_tensor if value.ndim == 0 and not partial else None
+        return value._local_tensor if value.ndim == 0 and not is_partial(value) else None
     return value if value.numel() == 1 else None
 
 
