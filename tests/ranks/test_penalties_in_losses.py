@@ -1,6 +1,7 @@
-"""A penalty over weights as one summand of the loss that is backpropagated, where ranks share out the weights (ZeRO 3): as in one process.
+"""Penalties over weights that ranks share out (ZeRO 3), in a loss or beside it: as in one process, or refused.
 
-If a row fails, a loss with weight decay by hand, or with a distance to older weights, ends in an error of torch, or trains otherwise.
+If a row fails, a loss with weight decay by hand, or with a distance to older weights, ends in an error of torch, or each rank
+trains its rows of a weight with a number of its own, and nothing else tells.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ import tiny
 import torch
 import user_loops
 import user_steps
+from callback_runs import ENV, assert_same_state, trained_with
+from rank_runner import run_ranks
+from transformers import Trainer, TrainerCallback
 from user_loops import STEPS, Loop
 
 
 pytestmark = pytest.mark.long
 
 ZERO3 = {"zero": {"stage": 3}}
+
+
+def weight(loop: Loop) -> Any:
+    return loop.named()["model.layers.0.mlp.up_proj.weight"]
 
 
 def squares(loop: Loop, kept: Callable[[str], bool] = lambda name: True) -> Any:
@@ -95,16 +103,12 @@ def weighed(loop: Loop, step: int) -> None:
 def of_a_gate(loop: Loop, step: int) -> None:
     """With a factor for each element that is trained beside the model, by hand."""
     gate = vars(loop).setdefault("gate", torch.ones(64, 32, requires_grad=True))
-    loop.accelerator.backward(loop.loss(step) + 0.1 * (gate * up(loop).square()).sum())
+    loop.accelerator.backward(loop.loss(step) + 0.1 * (gate * weight(loop).square()).sum())
     with torch.no_grad():
         gate -= 0.1 * gate.grad
     loop.history.append(float(gate.sum()))
     gate.grad = None
     assert len(gate._backward_hooks or ()) == 0
-
-
-def up(loop: Loop) -> Any:
-    return next(p for name, p in loop.model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight"))
 
 
 def to_kept(loop: Loop, step: int) -> None:
@@ -154,6 +158,77 @@ def own_product(loop: Loop, step: int) -> None:
     loop.accelerator.backward(loop.loss(step) * squares(loop))
 
 
+def constant(loop: Loop, loss: torch.Tensor) -> Any:
+    return 0.1 * weight(loop).square().sum()
+
+
+def averaged(loop: Loop, loss: torch.Tensor) -> Any:
+    return loop.accelerator.reduce(loss.detach(), "mean") * weight(loop).norm()
+
+
+def added(loop: Loop, loss: torch.Tensor) -> Any:
+    return (loss.detach() + 0.1 * weight(loop).square().mean()) / 2
+
+
+def of_whole(loop: Loop, loss: torch.Tensor) -> Any:
+    """Each replica has the gradient of the whole, and the mean of them is that of one process."""
+    return loss.detach() * weight(loop).full_tensor().square().sum() if loop.replicas > 1 else own_loss(loop, loss)
+
+
+def of_whole_number(loop: Loop, loss: torch.Tensor) -> Any:
+    if loop.replicas == 1:
+        return own_loss(loop, loss)
+    return loss.detach() * weight(loop).square().sum().full_tensor()
+
+
+def looked_at(loop: Loop, loss: torch.Tensor) -> Any:
+    """A number that no gradient follows is each replica's own business."""
+    loop.history.append(float((weight(loop).detach() * 2).sum()))
+    return constant(loop, loss) if float(loss.detach() * weight(loop).detach().sum()) else None
+
+
+def with_loss(loop: Loop, loss: torch.Tensor) -> Any:
+    """In the backward pass of the loss."""
+    return 0.1 * weight(loop).square().sum() + loss
+
+
+def times_loss(loop: Loop, loss: torch.Tensor) -> Any:
+    whole = weight(loop).full_tensor() if loop.replicas > 1 else weight(loop)
+    return loss * (1 + whole.square().sum())
+
+
+def own_loss(loop: Loop, loss: torch.Tensor) -> Any:
+    return loss.detach() * weight(loop).square().sum()
+
+
+def own_float(loop: Loop, loss: torch.Tensor) -> Any:
+    return float(loss) * weight(loop).square().sum()
+
+
+def own_norm(loop: Loop, loss: torch.Tensor) -> Any:
+    return weight(loop).norm() / loss.detach()
+
+
+def own_rows(loop: Loop, loss: torch.Tensor) -> Any:
+    return (weight(loop).norm(dim=1) * loss.detach()).sum()
+
+
+def inside(loop: Loop, loss: torch.Tensor) -> Any:
+    return (loss.detach() * weight(loop)).square().sum()
+
+
+def moved(loop: Loop, loss: torch.Tensor) -> Any:
+    return (weight(loop) - loss.detach()).square().sum()
+
+
+def limited(loop: Loop, loss: torch.Tensor) -> Any:
+    return weight(loop).clamp(max=0.01 * float(loss)).sum()
+
+
+def of_first_replica(loop: Loop, loss: torch.Tensor) -> Any:
+    return constant(loop, loss) if loop.replica == 0 else None
+
+
 RIGHT = (
     *(together, plain_backward, of_blocks, of_embedding, made_before, in_place, of_norms, to_older, on_logits),
     *(accumulated, to_loaded, weighed, of_a_gate, to_kept, of_sums),
@@ -173,8 +248,32 @@ def looping(passes: Callable[[Loop, int], None]) -> Callable[[Loop], None]:
     return body
 
 
+RIGHT_NUMBERS = (constant, averaged, added, of_whole, of_whole_number, looked_at)
+TOGETHER = (with_loss, times_loss)
+UNLIKE_NUMBERS = (own_loss, own_float, own_norm, own_rows, inside, moved, limited, of_first_replica)
+
+
+def looping_with(penalty: Callable[[Loop, torch.Tensor], Any]) -> Callable[[Loop], None]:
+    def body(loop: Loop) -> None:
+        loop.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.05, momentum=0.5))
+        for step in range(STEPS):
+            loss = loop.loss(step)
+            if penalty not in TOGETHER:
+                loss.backward()
+            found = penalty(loop, loss)
+            if found is not None:
+                found.backward()
+            loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1e3)
+            loop.step()
+
+    return body
+
+
 BODIES = {passes.__name__: looping(passes) for passes in (*RIGHT, *UNLIKE)}
-CASES = [(passes.__name__, "zero3") for passes in (*RIGHT, *UNLIKE)]
+BODIES |= {penalty.__name__: looping_with(penalty) for penalty in (*RIGHT_NUMBERS, *TOGETHER, *UNLIKE_NUMBERS)}
+CASES = [(name, "zero3") for name in BODIES]
+CASES += [(penalty.__name__, "dp2") for penalty in RIGHT_NUMBERS if "whole" not in penalty.__name__]
+REFUSED = {unlike.__name__ for unlike in (*UNLIKE, *UNLIKE_NUMBERS)}
 
 
 def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
@@ -188,8 +287,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_penalty_in_a_loss(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
-    refused = name in {passes.__name__ for passes in UNLIKE}
-    user_loops.check(runs, name, layout, "with other numbers than the other replicas" if refused else "")
+    user_loops.check(runs, name, layout, "with other numbers than the other replicas" if name in REFUSED else "")
 
 
 @pytest.mark.parametrize("kind", ["Penalty", "PenaltyOnLogits"])
@@ -197,3 +295,24 @@ def test_a_trainer_with_a_penalty_trains_as_replicas_with_whole_weights(kind: st
     jobs = [(kind, parallel, {"rows": 4, "model": "llama_tied"}) for parallel in (ZERO3, {})]
     mine, whole = user_steps.launch(jobs, 2, tmp_path)
     user_steps.same(mine[0], whole[0])
+
+
+class WithPenalty(Trainer):
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss: Any = super().compute_loss(model, *args, **kwargs)
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return (loss[0] + 0.05 * penalty, loss[1]) if isinstance(loss, tuple) else loss + 0.05 * penalty
+
+
+def train(rank: int, world_size: int, parallel: dict[str, Any] | None) -> dict[str, Any]:
+    given = {"eval_dataset": tiny.rows(16), "trainer": WithPenalty}
+    more: Any = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    steps = {"max_steps": 3, "logging_steps": 1, "optim": "sgd", "per_device_eval_batch_size": 2}
+    return trained_with(TrainerCallback(), parallel, given=given, **steps, **more)
+
+
+def test_a_trainer_whose_loss_has_a_penalty_over_all_weights(tmp_path: Any) -> None:
+    alone = run_ranks(train, 1, None, tmp_path=tmp_path, env=ENV, init_group=False)[0]
+    together = run_ranks(train, 2, {"zero": {"stage": 3}}, tmp_path=tmp_path, env=ENV)[0]
+    assert together["history"] == pytest.approx(alone["history"], rel=1e-5)
+    assert_same_state(together["state"], alone["state"])
