@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,10 @@ class GlobalNorm:
     ) -> None:
         self._parameters, self._mesh, self._counted = parameters, mesh, counted
         self._replicas, self._told, self._shown = replicas, told, shown
+        self._times_told = 0
+        self._steps: WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            WeakKeyDictionary()
+        )  # -> how often, until the last one
         self._foreseen: Tensor | None = None  # sum of the squares of all gradients, before anybody has seen them
 
     def foresee(self, power: Tensor | None) -> None:
@@ -64,16 +69,29 @@ class GlobalNorm:
         if foreseen is not None and norm_type == 2.0:
             return foreseen.sqrt().float()
         infinite = norm_type == float("inf")
-        total, group = self.power_of(self._beside_parts(), norm_type), self._mesh.model_group
-        told: Tensor | None = None
+        total = self.power_of(self._beside_parts(), norm_type)
         if self._replicas.zero is not None:
             parts = self.power_of(self._replicas.zero.gradients(), norm_type)
             # A gradient that is not in parts is counted by one of the ranks that share the optimizer.
-            total, told = self._told.sum(torch.maximum(total, parts) if infinite else total + parts, infinite=infinite)
-            if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
-                group = self._mesh.mp_group
-        if self._replicas.sharded is not None:
+            total = torch.maximum(total, parts) if infinite else total + parts
+        total = self._summed(total, infinite=infinite)
+        return (total if infinite else total.pow(1.0 / norm_type)).float()
+
+    def tell_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: what travels with a norm is told without one, if there was none since its last step."""
+        shares = self._replicas.zero is not None or self._replicas.sharded is not None
+        if shares and self._steps.get(optimizer, 0) == self._times_told:
+            self._summed(self.power_of([], 2.0), infinite=False)
+        self._steps[optimizer] = self._times_told
+
+    def _summed(self, total: Tensor, *, infinite: bool) -> Tensor:
+        """What the ranks of a model copy count together (0-d, f64), after they have told each other what else they must."""
+        self._times_told += 1
+        told, group = None, self._mesh.model_group
+        if self._replicas.zero is not None or self._replicas.sharded is not None:
             total, told = self._told.sum(total, infinite=infinite)
+        if self._replicas.zero is not None and self._mesh.shape.ep_size > 1:
+            group = self._mesh.mp_group  # the replicas that share experts share the optimizer too
         if group is not None:
             mine = total.view(1) if told is None else torch.cat([total.view(1), told[-SPREAD:]])
             rows = rows_of_ranks(mine, group)
@@ -82,7 +100,7 @@ class GlobalNorm:
                 told[-SPREAD:] = rows[:, 1:].amax(0)
         if told is not None:
             self._told.give(told)
-        return (total if infinite else total.pow(1.0 / norm_type)).float()
+        return total
 
     def power_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         """Sum of the magnitudes to the power of `norm_type`, or the largest (0-d, float64)."""

@@ -37,6 +37,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.arrivals import Arrivals
 from hf_parallel.guards.gradients.hooks import HookGuard
 from hf_parallel.guards.gradients.showing import ShownGradients
+from hf_parallel.guards.optimizers.copies import SettingsOfCopies
 from hf_parallel.guards.optimizers.crossing import keeps_by_place
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
@@ -98,7 +99,12 @@ class GradientSync:
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
         self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
         self._same_change = SameChange(mesh, settings.waiting)
+        self._copies: SettingsOfCopies | None = None
+        if self._parameters and not (partitions or settings.sharded is not None or settings.local_sgd.sync_every > 1):
+            self._copies = SettingsOfCopies(mesh, self.settings, next(iter(self._parameters.values())).device)
         self.replicas.before_reading += [self.states.settle, self._parts.judge, self.told.settle]
+        if self._copies is not None:
+            self.replicas.before_reading.append(self._copies.settle)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -422,6 +428,9 @@ class GradientSync:
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )
         self.arrivals.put_back()  # of a forward pass without a backward pass
+        self.total_norm.tell_before(optimizer)
+        if self._copies is not None:
+            self._copies.before_step()
         self.told.updates()
         if self.before_write is not None:
             self.before_write()

@@ -2,12 +2,14 @@
 
 `if state.is_world_process_zero: group["lr"] *= 0.1` changes them for one stage, shard or part only. A digest of them rides on
 messages that are sent anyway: that in which the ranks compare what they backpropagated, what the stages tell each other before an
-optimizer steps, and the norm over the parts of ZeRO. Only where digests differ do the ranks tell each other more.
+optimizer steps, and the norm over the parts of ZeRO. Replicas that each update all weights send one by itself, in few steps. Only where
+digests differ do the ranks tell each other more.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ from hf_parallel.mesh import Mesh
 
 
 BITS = 48  # exact as a float64
+ROUNDING = 1e-3  # relative
 PLAIN = (int, float, str, tuple, list, type(None))  # a tensor on a GPU is not waited for
 
 Settings: TypeAlias = list[dict[str, str]]  # of the groups of one optimizer after the other
@@ -116,6 +119,21 @@ class OptimizerSettings:
         """
         self._compare(words, dist.get_process_group_ranks(group), group, len(words))
 
+    def refuse_unlike_copies(self, words: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Compare the settings of ranks that each update the same weights; collective if they differ.
+
+        Numbers that an optimizer computes from gradients differ between unlike GPUs by rounding: they may.
+
+        Args:
+            words: Words of the ranks of `group`.
+            group: These ranks.
+
+        Raises:
+            RankMismatchError: Raised on each of these ranks, with a setting that differs by more than `ROUNDING`.
+        """
+        if len(set(words)) > 1:
+            self._refuse(self._gathered(group, len(words)), dist.get_process_group_ranks(group), ROUNDING)
+
     def _compare(
         self,
         words: Sequence[int],
@@ -128,15 +146,20 @@ class OptimizerSettings:
         stages = [words[start : start + size] for start in range(0, len(words), size)]
         if len(set(words)) == 1 or (self._stages_differ and all(len(set(stage)) == 1 for stage in stages)):
             return
-        everyone: list[Any] = [None for _ in words]
-        used, now = known or self.known()
-        mine: Told = used.settings, now.settings, self._kinds_of_groups()
-        dist.all_gather_object(everyone, mine, group=group)
+        everyone = self._gathered(group, len(words), known)
         for start in range(0, len(words), size):
             self._refuse(everyone[start : start + size], ranks[start : start + size])
         if _same_groups([told[2] for told in everyone]):
             self._refuse(everyone, ranks)
         self._stages_differ = self._stages_differ or len(stages) > 1
+
+    def _gathered(self, group: dist.ProcessGroup | None, size: int, known: Known | None = None) -> list[Any]:
+        """What each of the `size` ranks of a group tells."""
+        everyone: list[Any] = [None for _ in range(size)]
+        used, now = known or self.known()
+        mine: Told = used.settings, now.settings, self._kinds_of_groups()
+        dist.all_gather_object(everyone, mine, group=group)
+        return everyone
 
     def _now(self) -> _Spelled:
         """Spelled anew only where a value is another one: it is asked for several times a step."""
@@ -167,24 +190,33 @@ class OptimizerSettings:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [[self._kinds[id(p)] for p in group["params"] if id(p) in self._kinds] for group in groups]
 
-    def _refuse(self, everyone: Sequence[Told], ranks: Sequence[int]) -> None:
-        """If these ranks, with what each of them told, differ in a setting of one group."""
+    def _refuse(self, everyone: Sequence[Told], ranks: Sequence[int], rounding: float = 0.0) -> None:
+        """If these ranks, with what each of them told, differ in a setting of one group by more than `rounding` of it."""
         first = everyone[0]
         for rank, told in zip(ranks[1:], everyone[1:], strict=True):
             for then, now in zip(first[:2], told[:2], strict=True):
                 for index, (one, other) in enumerate(zip(then, now, strict=False)):
-                    key = next((key for key in one if key in other and one[key] != other[key]), None)
+                    shared = (key for key in one if key in other)
+                    key = next((key for key in shared if _differ(one[key], other[key], rounding)), None)
                     if key is not None:
                         self._raise(index, key, (ranks[0], one[key]), (rank, other[key]))
 
     def _raise(self, index: int, key: str, one: tuple[int, str], other: tuple[int, str]) -> None:
         said = " and ".join(f"{value} on {self._mesh.shape.describe(rank)}" for rank, value in (one, other))
         raise RankMismatchError(
-            f"{key} of parameter group {index} of the optimizer is {said}: these ranks update parts of one model, which "
-            "would be changed unlike each other. Code of a callback, a Trainer subclass or a loop changes param_groups, or steps the "
+            f"{key} of parameter group {index} of the optimizer is {said}: these ranks train one model together, and would change "
+            "it unlike each other. Code of a callback, a Trainer subclass or a loop changes param_groups, or steps the "
             "scheduler, on some ranks only (`if state.is_world_process_zero:`, `if accelerator.is_main_process:`). Do it on every "
             "rank; if the optimizer's own step computes it from gradients, use another optimizer."
         )
+
+
+def _differ(one: str, other: str, rounding: float) -> bool:
+    """Whether two settings, as they are spelled, differ by more than `rounding` of the larger one if they are numbers."""
+    try:
+        return one != other and not (rounding and math.isclose(float(one), float(other), rel_tol=rounding))
+    except ValueError:
+        return True
 
 
 def _kept(value: Any) -> Any:

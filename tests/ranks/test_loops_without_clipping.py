@@ -1,0 +1,90 @@
+"""Loops that never ask for the gradient norm: what travels with it is told all the same.
+
+If a row fails, a plain loop without clipping trains each replica's part of the optimizer at a rate of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import user_loops
+from user_loops import STEPS, Loop
+
+
+pytestmark = pytest.mark.long
+
+
+def looping(before_step: Callable[[Loop, int], None], *, clips: bool = False) -> Callable[[Loop], None]:
+    def body(loop: Loop) -> None:
+        loop.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.5))
+        for step in range(STEPS):
+            loop.backward(step)
+            before_step(loop, step)
+            if clips:
+                loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1e3)
+            loop.step()
+
+    return body
+
+
+def untouched(loop: Loop, step: int) -> None:
+    pass
+
+
+def own_rate(loop: Loop, step: int) -> None:
+    """A scheduler that follows what this process has seen."""
+    loop.optimizers[0].param_groups[0]["lr"] = 0.1 * 0.5 ** (dist.get_rank() if dist.is_initialized() else 0)
+
+
+def own_number(loop: Loop, step: int) -> None:
+    weight = loop.named()["model.layers.0.mlp.up_proj.weight"]
+    (0.1 * (loop.replica + 1) * weight.square().sum()).backward()
+
+
+def two_optimizers(loop: Loop) -> None:
+    """Each told of once."""
+    loop.prepare(*(torch.optim.SGD(half, lr=0.1) for half in halves(loop)))
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.step()
+
+
+def halves(loop: Loop) -> list[list[Any]]:
+    parameters = list(loop.model.parameters())
+    return [parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]]
+
+
+BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, own_number)}
+BODIES |= {"clipped": looping(untouched, clips=True), "two_optimizers": two_optimizers}
+REFUSED = {
+    "own_rate": "lr of parameter group 0 of the optimizer is",
+    "own_number": "with other numbers than the other replicas",
+}
+CASES = [(name, f"zero{stage}") for name in ("untouched", "clipped", "own_rate") for stage in (1, 2, 3)]
+CASES += [("own_rate", layout) for layout in ("dp2", "tp2", "sp2", "sp2_zero1")]
+CASES += [("own_number", "zero3"), ("two_optimizers", "zero3")]
+CASES_OF_FOUR = [("own_rate", layout) for layout in ("tp2_zero1", "tp2_zero3", "pp2_zero1", "pp2_dp2")]
+
+
+def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
+    return user_loops.all_tried(BODIES, cases)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return user_loops.launched(main, BODIES, CASES, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_loop_that_never_clips(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
+    user_loops.check(runs, name, layout, REFUSED.get(name, ""))
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES_OF_FOUR)
+def test_such_a_loop_on_two_axes(name: str, layout: str, tmp_path: Path) -> None:
+    user_loops.check(user_loops.launched(main, [], [(name, layout)], tmp_path, 4), name, layout, REFUSED[name])
