@@ -373,6 +373,7 @@ class GradientSync:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
         self.replicas.adopt(optimizer, model)
+        optimizer.register_step_pre_hook(self._tell_others)
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
             self.states.guard(optimizer)
@@ -428,9 +429,12 @@ class GradientSync:
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )
         self.arrivals.put_back()  # of a forward pass without a backward pass
-        self.total_norm.tell_before(optimizer)
-        if self._copies is not None:
-            self._copies.before_step()
         self.told.updates()
         if self.before_write is not None:
             self.before_write()
+
+    def _tell_others(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """After all that this rank can refuse by itself, which says more."""
+        self.total_norm.tell_before(optimizer)
+        if self._copies is not None:
+            self._copies.before_step()
