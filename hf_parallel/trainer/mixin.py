@@ -154,7 +154,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         monitor, pipeline = monitor_of(self), self._pipeline
         ahead = None if pipeline is None else pipeline.ahead
         if ahead is not None:
-            ahead.watches_modules = any(map(is_users, self.callback_handler.callbacks))
+            ahead.guard.watches_modules = any(map(is_users, self.callback_handler.callbacks))
         later = vars(self).setdefault("_hf_parallel_following", deque())
         with self._doing("is in the data loader", in_steps=not begins):
             read: Iterator[Any] = epoch_iterator
@@ -168,7 +168,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
                     break  # the epoch ends
                 # Of a data set whose length is known the last window that is read ahead may be smaller than the one asked for.
                 if ahead is not None and not self._reads_known_length():
-                    ahead.refuse_short(len(fetched[0]), num_batches)
+                    ahead.guard.refuse_short(len(fetched[0]), num_batches)
                 # Stock takes no step after a window that a stream's end cuts short: its gradients stay for the next one.
                 is_short = len(fetched[0]) < num_batches
                 adds = pipeline is not None and ahead is None and (is_short or pipeline.gradients.in_window)

@@ -19,20 +19,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_transformers import AFTER_DATA
 from hf_parallel.data_parallel.norms import power_sum
+from hf_parallel.engine.run.ahead_guard import AheadGuard
 from hf_parallel.engine.run.direct import Attachment
 from hf_parallel.engine.run.last_stage import LastStage
 from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.engine.run.window import COUNTS
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.optimizers.settings import Known
-from hf_parallel.guards.weights.module_settings import changed_setting, settings_of
 from hf_parallel.mesh import new_group_of
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.run.live import Stream
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.run.still import StillWeights
 from hf_parallel.pipeline_parallel.run.versions import WeightVersions
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of, delays_of, empty, next_slice
@@ -40,20 +38,6 @@ from hf_parallel.pipeline_parallel.schedule.program import Program
 
 
 Batches: TypeAlias = list[dict[str, Any]]
-_REQUIRES_GRAD: Any = Tensor.requires_grad  # the descriptor, which `map` calls without a loop of Python
-NOT_ANNOUNCED = (
-    "a training forward that no data loader announced, with pipeline.schedule={name}: batches of the next steps enter the pipeline "
-    "before their call, so stock code alone may stand between the data loader and the model. Leave {methods}, callbacks "
-    "between batches and hooks on the model as the Trainer has them, compute_loss_func a sum over labels divided by "
-    "num_items_in_batch, and gradient_accumulation_steps as it is within an epoch, or set pipeline.schedule to 1f1b."
-)
-
-CUT_SHORT = (
-    "a stream of training batches ended after {found} of {asked} batches of a step (gradient_accumulation_steps), with "
-    "pipeline.schedule={name}: stock Trainer takes no step after them and keeps their gradients, but the next batches are in the "
-    "pipeline already. Give the dataset a length or a multiple of the rows of a step, set gradient_accumulation_steps to 1, or "
-    "pipeline.schedule to 1f1b."
-)
 
 
 @dataclass
@@ -102,7 +86,7 @@ class Ahead:
 
     Attributes:
         delay: Largest number of updates by which the weights of a window are older than the newest before its own.
-        watches_modules: Whether code of users runs between steps, which may change what modules compute.
+        guard: Refuses what user code must not do while windows are under way.
     """
 
     attachment: Attachment
@@ -113,7 +97,6 @@ class Ahead:
     name: str
     vertical_sync: bool
     following: list[tuple[Batches, Any]] = field(default_factory=list)
-    watches_modules: bool = False
 
     def __post_init__(self) -> None:
         mesh, parameters = self.attachment.mesh, self.attachment.parameters
@@ -121,17 +104,11 @@ class Ahead:
         delays = delays_of(self.name, mesh.shape.pp_size, vertical_sync=self.vertical_sync)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.versions = WeightVersions(self.attachment.model, trained, delays[mesh.pp_rank])
-        self._parameters = list(parameters.values())
-        still = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
-        self._still = StillWeights(self.attachment.model, still)
-        self._trained = self._now_trained()
+        self.guard = AheadGuard(self.attachment.model, parameters, self.versions, name=self.name, delay=self.delay)
         self._begun: deque[_Begun] = deque()
         self._done, self._next = empty(mesh.shape.pp_size), 0
         self._programs: dict[Any, tuple[Program, Any]] = {}
         self._stream = Stream(self._loss_of, self._before, self._after)
-        self._is_due = False
-        self._settings: dict[str, Any] | None = None  # of the modules, when the last forward pass was over
-        self._written: list[int] = []
         # Of a step whose norm may be taken before replicas and stages have exchanged anything else.
         self._tells_early = (
             self.vertical_sync
@@ -154,8 +131,9 @@ class Ahead:
         Args:
             batches: Batches of the window, as the model is called with the first.
         """
-        self._check()
-        self._check_modules()
+        self.guard.refuse_unused_gradients()
+        self.loss.check()
+        self.guard.refuse_changes(under_way=bool(self._begun))
         self.seeds.next_step()
         self.versions.follow()
         if not self._begun:
@@ -173,15 +151,12 @@ class Ahead:
         for window, version in zip(self._begun, self.versions.recent, strict=False):
             window.version = version if window.version < 0 else window.version
         before, self.runtime.before = self.runtime.before, self._seed
-        self._still.put(back=False)
-        try:
-            self.runtime.advance(self._stream, self._program())
-        finally:
-            self.versions.put(None)
-            self._still.put(back=True)
-            self.runtime.before = before
-        self._settings = settings_of(self.attachment.model) if self.watches_modules else None
-        self._still.note()
+        with self.guard.running():
+            try:
+                self.runtime.advance(self._stream, self._program())
+            finally:
+                self.versions.put(None)
+                self.runtime.before = before
         return self._complete(self._begun.popleft())
 
     def _begin(self, batches: Batches) -> None:
@@ -211,7 +186,7 @@ class Ahead:
         self.attachment.gradients.total_norm.foresee(power if self._tells_early else None)
         for number in window.numbers:
             self._stream.forget(number)
-        self._is_due, self._written = True, self.versions.written
+        self.guard.gradients_are_due()
         return losses
 
     # -- one microbatch ------------------------------------------------------------------------------------------
@@ -255,124 +230,15 @@ class Ahead:
 
     # -- beside the steps ----------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Refuse what must not change while windows are under way.
-
-        Raises:
-            UnsupportedError: A parameter was frozen or unfrozen, a frozen one was changed, or the gradients of the last step were
-                not used.
-        """
-        if self._is_due:
-            raise UnsupportedError(
-                f"no optimizer.step() followed the batches before, with pipeline.schedule={self.name}: their gradients would be lost. "
-                "Leave gradient_accumulation_steps as it is within an epoch, or set pipeline.schedule to 1f1b."
-            )
-        self.loss.check()
-        now = self._now_trained()
-        if now != self._trained:
-            pairs = zip(self.attachment.parameters, self._trained, now, strict=True)
-            name = next(name for name, was_trained, is_trained in pairs if was_trained != is_trained)
-            raise UnsupportedError(
-                f"{name} was frozen or unfrozen with pipeline.schedule={self.name}: microbatches of the next steps are under "
-                "way. Set requires_grad before training starts, or pipeline.schedule to 1f1b."
-            )
-        moved = self._still.changed() if self._begun else None
-        if moved is not None:
-            raise UnsupportedError(
-                f"{moved}, which is frozen, was changed with pipeline.schedule={self.name}: of weights that are not trained there is one "
-                "version, and microbatches of the next steps are under way with it. Change trained weights only, or set "
-                "pipeline.schedule to 1f1b."
-            )
-
-    def _now_trained(self) -> list[bool]:
-        return list(map(_REQUIRES_GRAD.__get__, self._parameters))
-
-    def _check_modules(self) -> None:
-        """Refuse what user code changed of modules while windows are under way.
-
-        Raises:
-            UnsupportedError: A number, a switch or a hook of a module is another one.
-        """
-        if self._settings is None or not self._begun:
-            return
-        changed = changed_setting(self._settings, settings_of(self.attachment.model))
-        if changed:
-            raise UnsupportedError(
-                f"{changed} was changed during training with pipeline.schedule={self.name}: microbatches of the next "
-                f"{self.delay} steps have run with the value before. Change modules before training starts, or set pipeline.schedule "
-                "to 1f1b."
-            )
-
-    def refuse_hooks(self, hooked: Sequence[nn.Parameter], *, needs_scale: bool) -> None:
-        """Refuse hooks on parameters, and users' code that needs more of a backward pass than one microbatch has.
-
-        Raises:
-            UnsupportedError: There are some.
-        """
-        if hooked:
-            raise UnsupportedError(
-                f"hooks on {len(hooked)} parameters (register_hook, an optimizer that steps in the backward pass) with "
-                f"pipeline.schedule={self.name}: gradients of several steps are made at a time. Remove them, or set "
-                "pipeline.schedule to 1f1b."
-            )
-        if needs_scale:
-            raise UnsupportedError(
-                f"users' code in backward passes (a backward hook, an autograd.Function) with pipeline.schedule={self.name}: it may need "
-                "the gradient that the loss has in the loop, and gradients of several steps are made before that. Remove it, or set "
-                "pipeline.schedule to 1f1b."
-            )
-
-    def refuse_gradients(self, there_are: bool) -> None:
-        """Refuse gradients that user code gave parameters before the step's own: their norm is summed without them.
-
-        Raises:
-            UnsupportedError: `there_are` some.
-        """
-        if there_are:
-            raise UnsupportedError(
-                f"parameters had gradients when a step began (p.grad assigned, or backward() in a callback), with "
-                f"pipeline.schedule={self.name}: the norm that clips them is summed while microbatches run. Add to p.grad in "
-                "TrainerCallback.on_pre_optimizer_step, or set pipeline.schedule to 1f1b."
-            )
-
-    @property
-    def not_announced(self) -> str:
-        """What to say of a training forward that was not announced."""
-        return NOT_ANNOUNCED.format(name=self.name, methods=", ".join(AFTER_DATA[:4]))
-
-    def refuse_short(self, found: int, asked: int) -> None:
-        """If the data loader gave some, but not all batches of a step.
-
-        Raises:
-            UnsupportedError: It did.
-        """
-        if 0 < found < asked:
-            raise UnsupportedError(CUT_SHORT.format(found=found, asked=asked, name=self.name))
-
     def _before_write(self) -> None:
-        """An optimizer writes to the parameters next."""
-        if not self._is_due:
-            raise UnsupportedError(
-                f"a second optimizer.step() for one batch with pipeline.schedule={self.name}: each update makes one version of "
-                "the weights. Use one optimizer, which steps once, or set pipeline.schedule to 1f1b."
-            )
-        if self.versions.written != self._written:
-            raise UnsupportedError(
-                f"weights were changed between the backward pass and optimizer.step() with pipeline.schedule={self.name}: microbatches "
-                "of the next steps run with them. Change them after the step (on_step_end), or set pipeline.schedule to 1f1b."
-            )
-        self._is_due = False
+        self.guard.before_write()
         self.versions.advance()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Around forward passes that train nothing; collective over the pipeline."""
-        before = settings_of(self.attachment.model) if self._settings is not None else {}
-        with self.runtime.aside() if self._begun else nullcontext():
+        with self.guard.evaluating(), self.runtime.aside() if self._begun else nullcontext():
             yield
-        if self._settings is not None:  # what the forward pass itself writes is not changed by user code
-            now = settings_of(self.attachment.model)
-            self._settings |= {name: value for name, value in now.items() if before.get(name) != value}
 
     def give_up(self) -> None:
         """Windows that were begun will not be called for: an epoch was left early. Collective over the pipeline."""

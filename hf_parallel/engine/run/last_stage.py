@@ -173,3 +173,8 @@ class LastStage:
                 return None
             dist.broadcast(logits, src=self._source, group=self._mesh.pp_group)
         return logits
+
+
+def logits_in(outputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Collect the logits f[B/m S V] of each microbatch's outputs; empty if the model gives none."""
+    return [output["logits"] for output in outputs if output.get("logits") is not None]

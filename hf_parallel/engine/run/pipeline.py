@@ -26,7 +26,7 @@ from hf_parallel.engine.run.ahead import Ahead
 from hf_parallel.engine.run.autograd_nodes import loss_node
 from hf_parallel.engine.run.callers_backward import CallersBackward
 from hf_parallel.engine.run.direct import Attachment, Engine
-from hf_parallel.engine.run.last_stage import LastStage
+from hf_parallel.engine.run.last_stage import LastStage, logits_in
 from hf_parallel.engine.run.microbatch_loss import LossFunction, MicrobatchLoss, Share
 from hf_parallel.engine.run.other_outputs import Caught
 from hf_parallel.engine.run.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
@@ -268,15 +268,15 @@ class PipelineEngine(Engine):
 
     def _fused_ahead(self, ahead: Ahead, batch: dict[str, Any]) -> PipelineTrainingOutput:
         """A batch of a window in a pipeline that does not drain."""
-        ahead.refuse_hooks(self._hooks.hooked, needs_scale=self._needs_scale)
+        ahead.guard.refuse_hooks(self._hooks.hooked, needs_scale=self._needs_scale)
         if self._window is None or not self._window.holds(batch):
-            raise UnsupportedError(ahead.not_announced)
+            raise UnsupportedError(ahead.guard.not_announced)
 
         def run(batches: list[dict[str, Any]]) -> list[torch.Tensor]:
             self._direct.stop()
             self.gradients.begin_forward()
             self.gradients.begin_backward(is_first=True)
-            ahead.refuse_gradients(self.gradients.arrivals.has_assigned)
+            ahead.guard.refuse_gradients(self.gradients.arrivals.has_assigned)
             count = sum(map(self._loss.num_parts, batches)) // len(batches)
             with self._buffers.watching(count, batches):
                 losses = ahead.run(batches)
@@ -409,7 +409,7 @@ class PipelineEngine(Engine):
 
     def _split(self, batch: dict[str, Any]) -> PipelineOutput:
         if self.ahead is not None:
-            raise UnsupportedError(self.ahead.not_announced)
+            raise UnsupportedError(self.ahead.guard.not_announced)
         self.attachment.batch_check.check([batch])
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
@@ -460,8 +460,3 @@ class PipelineEngine(Engine):
         """Forward of all microbatches without autograd; the outputs on the last stage, else empty."""
         with self._buffers.beside(), nullcontext() if self.ahead is None else self.ahead.aside():
             return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
-
-
-def logits_in(outputs: list[Any]) -> list[torch.Tensor]:
-    """Logits of each microbatch; empty if the model gives none."""
-    return [output["logits"] for output in outputs if output.get("logits") is not None]

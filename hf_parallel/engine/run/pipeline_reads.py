@@ -26,8 +26,9 @@ import torch
 
 from hf_parallel.compat.private_torch import set_aside
 from hf_parallel.engine.run.autograd_nodes import outputs_node
+from hf_parallel.engine.run.last_stage import logits_in
 from hf_parallel.engine.run.other_outputs import CallKind, Caught, OtherOutputs, Reading
-from hf_parallel.engine.run.pipeline import PipelineEngine, logits_in
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.engine.run.window import COUNTS
 from hf_parallel.engine.run.written_config import WrittenConfig
 from hf_parallel.errors import UnsupportedError
