@@ -57,45 +57,31 @@ def plan(  # noqa: PLR0913 - the options are the interface
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Rank the layouts of a cluster by predicted time, with their memory; starts nothing and needs no GPU."""
-    from hf_parallel.cli import plan_tables as tables
     from hf_parallel.cli.plan_plot import refuse_plot
-    from hf_parallel.planner.checks import all_of, whole
-    from hf_parallel.planner.guide import guide
     from hf_parallel.planner.search import plan as search
 
+    sizes: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu}
+    sizes |= {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
+    sizes |= {"gpu_memory_gb": gpu_memory_gb, "ram_gb": ram_gb}
+    words: Any = objective  # the search refuses other words
     try:
         if plot is not None:
             refuse_plot(plot)
         given = (
             _mapping(layout) | ({"adapters": adapters} if adapters else {}) | ({"block_bits": bits} if bits else {})
         )
-        sizes: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu}
-        sizes |= {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
-        sizes |= {"gpu_memory_gb": gpu_memory_gb, "ram_gb": ram_gb}
-        made = _cluster_maker(sizes, calibrate)
-        counts = {
-            "seq": lambda: whole("seq", seq),
-            "batch": lambda: whole("batch", batch),
-            "top": lambda: whole("top", top),
-        }
-        cluster = all_of({"cluster": made, **counts})["cluster"]
+        cluster = _cluster(sizes, calibrate, seq=seq, batch=batch, top=top)
         asked: dict[str, Any] = {"seq_len": seq, "global_batch": batch, "layout": given}
         if scaling or plot is not None:
             _show_scaling(model, cluster, asked, plot, as_json=as_json)
             return
-        words: Any = objective  # the search refuses other words
         with working("planning"):
             plans = (
                 [_alone(model, cluster, given | _mapping(why), seq, batch)]
                 if why
                 else search(model, cluster, objective=words, most=top, **asked)
             )
-        if why:
-            tables.show_one(plans[0], as_json)
-        else:
-            tables.show(plans, as_json)
-            if not as_json:
-                typer.echo(guide(model, cluster, plans[0].spec))
+        _show(model, cluster, plans, is_alone=bool(why), as_json=as_json)
         if write is not None:
             _write(write, model, plans[0], seq)
     except ConfigError as error:
@@ -103,15 +89,35 @@ def plan(  # noqa: PLR0913 - the options are the interface
         raise typer.Exit(1) from None
 
 
-def _cluster_maker(sizes: dict[str, Any], calibrate: Path | None) -> Callable[[], Cluster]:
-    """A function that makes the cluster from the hardware table, or with the rates of a report, which is read now."""
+def _cluster(sizes: dict[str, Any], calibrate: Path | None, **counts: int) -> Cluster:
+    """Make the cluster from the hardware table, or with the rates of a report.
+
+    Raises:
+        ConfigError: All problems of the cluster, and of `counts`, which are whole numbers from 1.
+    """
     from hf_parallel.planner.calibrate import Calibration
+    from hf_parallel.planner.checks import all_of, whole
     from hf_parallel.planner.hardware import Cluster
     from hf_parallel.planner.measured import MeasuredCluster
 
-    if calibrate is None:
-        return partial(Cluster, **sizes)
-    return partial(MeasuredCluster, calibration=Calibration.read(calibrate), **sizes)
+    made: Callable[[], Cluster] = partial(Cluster, **sizes)
+    if calibrate is not None:
+        made = partial(MeasuredCluster, calibration=Calibration.read(calibrate), **sizes)
+    checks = {name: partial(whole, name, count) for name, count in counts.items()}
+    cluster: Cluster = all_of({"cluster": made, **checks})["cluster"]
+    return cluster
+
+
+def _show(model: str, cluster: Cluster, plans: list[Plan], *, is_alone: bool, as_json: bool) -> None:
+    from hf_parallel.cli import plan_tables as tables
+    from hf_parallel.planner.guide import guide
+
+    if is_alone:
+        tables.show_one(plans[0], as_json)
+        return
+    tables.show(plans, as_json)
+    if not as_json:
+        typer.echo(guide(model, cluster, plans[0].spec))
 
 
 def _show_scaling(model: str, cluster: Cluster, asked: dict[str, Any], plot: Path | None, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import copy
 import inspect
 import sys
 from dataclasses import fields
+from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -330,8 +331,6 @@ def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iter
     Raises:
         UnsupportedError: This transformers loads in another way.
     """
-    from functools import partial
-
     from transformers import PreTrainedModel, modeling_utils
 
     stock_load = vars(PreTrainedModel).get("_load_pretrained_model")

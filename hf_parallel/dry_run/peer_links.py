@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -326,8 +327,6 @@ def measure(
         places: Address and port of each machine's `Answerer`; None of one that did not come.
         say: Told what is done, as it takes seconds.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     say("reaching the other machines")
     earlier = [other for other in range(rank) if places[other] is not None]
     with ThreadPoolExecutor(16) as pool:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hf_parallel.compat.private_quantised import keep_trainable
+from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.engine.attach import attach
 from hf_parallel.engine.opening import for_inference, holdings_of, opening
 from hf_parallel.engine.plan.plans import Plans, agree, make_plans, summary
@@ -28,6 +29,7 @@ from hf_parallel.engine.plan.verdicts import Verdicts, verdicts_of
 from hf_parallel.engine.run.direct import Engine
 from hf_parallel.engine.run.expected import expected
 from hf_parallel.engine.transform import (
+    Stages,
     checkpoint_activations,
     compile_blocks,
     cut_into_stages,
@@ -104,22 +106,8 @@ def parallelize(
         compared = _check(setup, plans, probes, late)
     holdings, seconds = holdings_of(plans, setup), time.monotonic() - started
 
-    # Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states
-    # enter and leave each. Layers are sharded last, since deferred weight gradients know plain layers only.
-    see_whole_rows(setup, plans.rows)
-    compile_blocks(setup, plans)
-    sequence = shard_sequence(setup, plans)
-    stages = cut_into_stages(setup, plans)
-    checkpoint_activations(setup, plans, sequence)
-    shard_layers(setup, plans, stages)
-    spread_experts(setup, plans)
-    defer_head(setup, plans)
-    share_rows(setup, plans.rows)
-    with told_if_slow(partial(_tell, setup, "reads the weights")):
-        late.read(plans.ledger)
-    replicas = shard_over_replicas(setup, plans.units, compute_dtype)
-
-    engine = attach(setup, plans, stages, replicas)
+    stages, sharded = _transform(setup, plans, late, compute_dtype)
+    engine = attach(setup, plans, stages, sharded)
     if config.keeps_parts:
         IN_PARTS.add(model)
     engine.expected = expected(holdings, plans.prediction, plans.recomputed)
@@ -132,6 +120,28 @@ def parallelize(
             lines = [for_inference(plans, setup, holdings, seconds, compared=compared)]
         _log(lines, summary(plans, setup))
     return engine
+
+
+def _transform(
+    setup: Setup, plans: Plans, late: LateWeights, compute_dtype: torch.dtype | None
+) -> tuple[Stages | None, ShardedModel | None]:
+    """Change the model in place into this rank's part of it; gives its stages, and its parameters if replicas share them out.
+
+    Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states enter
+    and leave each. Layers are sharded last, since deferred weight gradients know plain layers only.
+    """
+    see_whole_rows(setup, plans.rows)
+    compile_blocks(setup, plans)
+    sequence = shard_sequence(setup, plans)
+    stages = cut_into_stages(setup, plans)
+    checkpoint_activations(setup, plans, sequence)
+    shard_layers(setup, plans, stages)
+    spread_experts(setup, plans)
+    defer_head(setup, plans)
+    share_rows(setup, plans.rows)
+    with told_if_slow(partial(_tell, setup, "reads the weights")):
+        late.read(plans.ledger)
+    return stages, shard_over_replicas(setup, plans.units, compute_dtype)
 
 
 def _refuse(model: nn.Module, config: HFParallelConfig, shape: MeshShape) -> None:

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -20,22 +20,19 @@ from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.engine.beside import parallelize_beside
 from hf_parallel.engine.parallelize import parallelize
+from hf_parallel.engine.run.direct import Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
+from hf_parallel.links import Links
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.placement import Placement, Sent, map_of, place
 from hf_parallel.ranks import compare_settings, links_here
+from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world
 from hf_parallel.settings.together import other_sums
 from hf_parallel.watchdog import Watchdog
-
-
-if TYPE_CHECKING:
-    from hf_parallel.engine.run.direct import Engine
-    from hf_parallel.links import Links
-    from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-    from hf_parallel.settings.config import HFParallelConfig
 
 
 logger = logging.getLogger(__name__)

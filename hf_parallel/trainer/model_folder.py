@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoints.agree import together
 from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import gather_adapters, has_adapters
-from hf_parallel.checkpoints.weights.gather import gather_tensors
+from hf_parallel.checkpoints.weights.gather import WEIGHTS, gather_tensors
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
 from hf_parallel.data_parallel.fsdp_parts import local_of, rows_of
 from hf_parallel.engine.run.direct import Engine
@@ -235,10 +236,6 @@ def write_model(engine: Engine, save: Callable[..., Any] | None, folder: Path) -
         save: The model's own `save_pretrained`; None if it has none, and then the weights alone are written.
         folder: Where.
     """
-    from safetensors.torch import save_file
-
-    from hf_parallel.checkpoints.weights.gather import WEIGHTS
-
     model: nn.Module = engine.model
     if save is not None and streams(model):
         _stream(engine, folder, functools.partial(save, state_dict={}))

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -34,11 +33,8 @@ from hf_parallel.compat.private_transformers import weight_transforms, weights_l
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger
 from hf_parallel.logs import told_if_slow
+from hf_parallel.mesh import Mesh
 from hf_parallel.watchdog import Watchdog
-
-
-if TYPE_CHECKING:
-    from hf_parallel.mesh import Mesh
 
 
 logger = logging.getLogger(__name__)

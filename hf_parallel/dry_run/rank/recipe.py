@@ -66,16 +66,9 @@ def dry_run_recipe(  # noqa: PLR0913 - the names are the interface
     _refuse_batches(rows, length, precision)
     _refuse_other_engines(checked)
     layout = layout_of_file(checked, precision)
-    if not 0 <= rank < layout.num_processes:
-        raise ConfigError(
-            f"rank={rank}: the file starts {layout.num_processes} processes. Give a rank from 0 to {layout.num_processes - 1}."
-        )
+    _refuse_rank(rank, layout.num_processes)
     config = _config_of_model(model)
-    if lora_rank < 0 or (lora_rank and layout.tp_size > 1):
-        raise ConfigError(
-            f"lora_rank={lora_rank} with tp_size={layout.tp_size}: it is 0 or more, and 0 with tensor parallelism, whose plan takes "
-            "values. Leave it out, or run a file with tp_size 1."
-        )
+    _refuse_lora(lora_rank, layout.tp_size)
     accelerate = checked.accelerate
     return run_dry(
         Job(
@@ -101,6 +94,21 @@ def _refuse_batches(rows: int, length: int, precision: str | None) -> None:
     if precision not in (None, *PRECISIONS):
         raise ConfigError(
             f"precision={spelled(precision)}: expected one of {', '.join(PRECISIONS)}. Leave it out to take that of the file."
+        )
+
+
+def _refuse_rank(rank: int, num_processes: int) -> None:
+    if not 0 <= rank < num_processes:
+        raise ConfigError(
+            f"rank={rank}: the file starts {num_processes} processes. Give a rank from 0 to {num_processes - 1}."
+        )
+
+
+def _refuse_lora(lora_rank: int, tp_size: int) -> None:
+    if lora_rank < 0 or (lora_rank and tp_size > 1):
+        raise ConfigError(
+            f"lora_rank={lora_rank} with tp_size={tp_size}: it is 0 or more, and 0 with tensor parallelism, whose plan takes "
+            "values. Leave it out, or run a file with tp_size 1."
         )
 
 
