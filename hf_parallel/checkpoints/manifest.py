@@ -1,4 +1,4 @@
-"""What a folder must hold: every file with its length and hash, and no other.
+"""The manifest of a folder: every file that it must hold, with its length and hash.
 
 A manifest says nothing but what is there: names inside the folder, of regular files. Whatever it says otherwise, and whatever
 lies beside what it lists, was not written by a save and is refused before anything is read.
@@ -38,7 +38,7 @@ READ = re.compile(
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of one file.
+    """A file that a manifest lists.
 
     Args:
         bytes: Length of the file.
@@ -208,7 +208,7 @@ def is_count(value: object) -> bool:
 
 
 def _odd_facts(found: Mapping[str, Any]) -> str | None:
-    """What a manifest says that no save says, beside its files."""
+    """Describe a fact in a manifest, beside its files, that no save writes; None if there is none."""
     files, tensors = found.get("files"), found.get("tensors", {})
     if found.get("format") != FORMAT or type(found["format"]) is not int:
         return f"format={found.get('format')!r:.60}, and this version reads {FORMAT}"
@@ -235,7 +235,7 @@ def _is_run(run: object) -> bool:
 
 
 def _odd_entry(item: tuple[str, Any]) -> str | None:
-    """What a manifest says of a file that no save says."""
+    """Describe an entry for a file that no save writes; None if it is a normal one."""
     name, entry = item
     if not is_inside(name) or name == MANIFEST:
         return f"{name!r:.200} is not the name of a file inside of it"
@@ -261,7 +261,7 @@ def is_bare(name: object) -> bool:
 
 
 def missing_file(folder: Path, files: Mapping[str, FileRecord]) -> str | None:
-    """What a folder lacks, by names and lengths; None if all is there."""
+    """Describe the first listed file that a folder lacks or has in another length; None if all are there."""
     for name, entry in files.items():
         path = folder / name
         mode = None
@@ -281,7 +281,7 @@ def missing_file(folder: Path, files: Mapping[str, FileRecord]) -> str | None:
 
 
 def stray_entry(folder: Path, listed: Manifest | None) -> str | None:
-    """What lies in a folder that no save put there; None if there is nothing.
+    """Describe the first thing in a folder that no save put there; None if there is nothing.
 
     Args:
         folder: The folder.

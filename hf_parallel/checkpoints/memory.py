@@ -14,7 +14,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def memory_folder(output_dir: Path) -> Path:
-    """Where a run that writes to `output_dir` has its checkpoints in memory."""
+    """The folder in memory for the checkpoints of a run that writes to `output_dir`."""
     name = hashlib.sha256(os.fsencode(output_dir.resolve())).hexdigest()[:16]
     return SHARED_MEMORY / f"hf_parallel-{os.getuid()}-{name}"
 

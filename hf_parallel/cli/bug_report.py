@@ -1,4 +1,4 @@
-"""What an issue about a run needs to know of the machine, as Markdown to paste."""
+"""Facts about the machine that an issue about a run needs, as Markdown to paste."""
 
 from __future__ import annotations
 

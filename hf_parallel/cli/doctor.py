@@ -98,7 +98,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def _of_peers(file: str, given: Mapping[str, Any], wait_s: float) -> list[Check]:
-    """What the machines of a file find out together; a problem of meeting them is one of the checks."""
+    """Run the checks that the machines of a file do together; a failure to meet is one of the checks."""
     try:
         _, accelerate = read_section(find_recipe(file))
         place = place_of(accelerate, given)

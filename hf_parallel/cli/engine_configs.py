@@ -50,7 +50,7 @@ def to_deepspeed(config: HFParallelConfig, keys: ZeroKeys | None) -> dict[str, A
 
 
 def arguments_for(config: HFParallelConfig) -> list[str]:
-    """What TrainingArguments must be given with a DeepSpeed config, because DeepSpeed does not do it itself, one each."""
+    """List the TrainingArguments to give with a DeepSpeed config, because DeepSpeed does not do it itself."""
     every, found = config.activation_checkpointing.every, []
     if config.gradient_accumulation_steps != "auto":
         found.append(

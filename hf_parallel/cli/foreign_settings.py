@@ -1,4 +1,4 @@
-"""What settings of DeepSpeed, FSDP and Megatron-LM are in ours: pure mappings, and a line for all that has no place here."""
+"""Maps settings of DeepSpeed, FSDP and Megatron-LM to ours; pure. A line tells of each that has no place here."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def from_deepspeed(config: Mapping[str, Any]) -> Taken:
 
 
 def _instead(key: str, otherwise: str) -> str:
-    """What to set instead of a key that has no place in our settings."""
+    """Name a replacement for a key that has no place in our settings."""
     return INSTEAD.get(key) or (f"give TrainingArguments({TRAINERS[key]})" if key in TRAINERS else otherwise)
 
 

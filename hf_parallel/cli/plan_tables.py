@@ -1,4 +1,4 @@
-"""What `hf-parallel plan` prints, as tables and as JSON."""
+"""Prints the answers of `hf-parallel plan`, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _few(value: float, digits: int = 3) -> str:
 
 
 def _common(plans: Sequence[Plan]) -> dict[str, Any]:
-    """What is not usual and the same in several plans: most of it was asked for."""
+    """Unusual settings that several plans have in common: most of them were asked for."""
     first, *others = plans
     same = {k: v for k, v in _unusual(first).items() if all(one.layout.get(k) == v for one in others)}
     return same if others else {}

@@ -41,7 +41,7 @@ def prebuild(
 
 
 def _ops_of(file: str) -> tuple[list[str], bool]:
-    """What a file's run compiles, and whether it runs on the CPU.
+    """Name the ops that a file's run compiles, and whether it runs on the CPU.
 
     Raises:
         ConfigError: It is not a file for DeepSpeed.

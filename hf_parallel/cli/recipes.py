@@ -77,7 +77,7 @@ def _layout(config: HFParallelConfig, dp_size: int | None) -> str:
 
 
 def _also(config: HFParallelConfig, precision: object) -> list[str]:
-    """What a recipe does besides its layout: schedule, ZeRO, offload, recomputation, compression, precision."""
+    """List a recipe's features besides its layout: schedule, ZeRO, offload, recomputation, compression, precision."""
     zero = config.zero
     found: list[str] = []
     if config.pp_size > 1:

@@ -116,7 +116,7 @@ def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
 
 
 def _checkpoint_of(how: ActivationCheckpointingConfig) -> Checkpoint | None:
-    """What must be recorded; the memory of whole blocks that run again follows from a step without it."""
+    """The checkpointing to record a step with; None for whole blocks, whose memory follows from a step without it."""
     if how.products is None:
         return None
     from hf_parallel.activation_checkpointing.recorded import checkpoint_of  # brings torch

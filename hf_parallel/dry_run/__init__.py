@@ -1,1 +1,1 @@
-"""What can be said before anything is started: settings, machine, memory."""
+"""Checks before anything is started: settings, machine, memory."""

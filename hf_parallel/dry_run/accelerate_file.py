@@ -1,4 +1,4 @@
-"""What is wrong with an accelerate file around our section: keys, processes, precision, FSDP.
+"""Finds problems of an accelerate file around our section: keys, processes, precision, FSDP.
 
 A problem is one line that begins with its key path. Source: accelerate 1.15.
 """
@@ -97,7 +97,7 @@ def _meant_truth(value: object) -> str:
 
 
 def _machine_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
-    """What the machines need to find each other."""
+    """Problems of the settings by which the machines find each other."""
     machines, rank, port = (accelerate.get(key) for key in ("num_machines", "machine_rank", "main_process_port"))
     if port is not None and not (_is_whole(port) and 0 <= port < 1 << 16):
         yield f"main_process_port={shown(port)}: expected an integer from 0 to 65535. Set main_process_port to 29500."
@@ -203,7 +203,7 @@ def _process_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _as_integer(key: str, value: object) -> str:
-    """How to write the number that was meant."""
+    """Word the fix for a number that was written in another form."""
     meant = number(value)
     if isinstance(meant, int | float) and not isinstance(meant, bool) and math.isfinite(meant):
         return f"Set {key} to {max(1, round(meant))}, {'a number without quotes' if isinstance(value, str) else 'a whole number'}."
@@ -224,7 +224,7 @@ def _precision_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _dynamo_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
-    """How models are compiled: a word that no launch takes, and what accelerate drops without a word."""
+    """Problems of compilation settings: words that no launch takes, and keys that accelerate ignores silently."""
     section = accelerate.get("dynamo_config") or {}
     given = {(f"dynamo_config.{key}", f"dynamo_{str(key).removeprefix('dynamo_')}"): section[key] for key in section}
     if "dynamo_backend" in accelerate:
@@ -303,7 +303,7 @@ def fsdp_problems(block: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
 
 
 def file_warnings(accelerate: Mapping[str, Any]) -> Iterator[str]:
-    """What may fail or surprise at the top level of the file."""
+    """Warn of settings at the top level of the file that may fail or surprise."""
     kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
     if kind not in ONE_PROCESS_TYPES and accelerate.get("num_processes", -1) == -1:
         yield "num_processes: without it every launch needs --num_processes. Set num_processes to the number of ranks."

@@ -154,7 +154,7 @@ def gpu_checks(found: Sequence[Gpu], cuda: str | None, *, has_driver: bool) -> I
 def link_checks(
     found: Sequence[Gpu], free: Sequence[int], links: Sequence[str] | None, *, peers: bool
 ) -> Iterator[Check]:
-    """How GPUs are connected, and whether other processes use them."""
+    """Check the links between GPUs, and whether other processes use the GPUs."""
     for index, (gpu, rest) in enumerate(zip(found, free, strict=True)):
         if rest < 0.9 * gpu.num_bytes:
             text = f"{rest / GB:.1f} of {gpu.num_bytes / GB:.1f} GB are free"
@@ -254,7 +254,7 @@ def queue_checks(environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def backend_checks(backends: Mapping[str, bool], num_gpus: int) -> Iterator[Check]:
-    """What connects the processes."""
+    """Check the backends that connect the processes."""
     if not backends["gloo"]:
         fix = "Install a torch with gloo: control messages and CPU runs need it."
         yield Check("gloo", "error", "this torch has none", fix)

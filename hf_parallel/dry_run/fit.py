@@ -20,7 +20,7 @@ from hf_parallel.settings.values import number
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run needs and what is missing.
+    """Memory that a run needs, and where it is missing.
 
     Args:
         memory: Every term.

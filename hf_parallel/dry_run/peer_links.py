@@ -33,7 +33,7 @@ CHUNK: Final = bytes(1 << 20)
 
 @dataclass(frozen=True)
 class Probe:
-    """What one machine found out about another.
+    """One machine's measurement of another.
 
     Args:
         error: Why it cannot be reached; empty if it can.
@@ -79,7 +79,7 @@ class Line:
 
 
 class Table:
-    """Where the machines meet: what each says is given to all.
+    """The meeting of the machines: each says something, and all get what all have said.
 
     Args:
         rank: Number of this machine.
@@ -91,7 +91,7 @@ class Table:
         self._rank, self._size, self._lines = rank, size, dict(lines)
 
     def exchange(self, mine: object, timeout_s: float = ROUND_S) -> list[Any]:
-        """What every machine says, None of one that is lost; each must call this.
+        """Give `mine` to every machine, and return what each gave, None for one that is lost; every machine must call it.
 
         Raises:
             OSError: Machine 0 is lost.

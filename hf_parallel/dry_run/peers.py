@@ -42,7 +42,7 @@ class Place:
 
 
 def place_of(accelerate: Mapping[str, Any], given: Mapping[str, Any]) -> Place:
-    """Where a settings file says that the machines meet.
+    """Find out from a settings file where the machines meet.
 
     Args:
         accelerate: The file.
@@ -124,7 +124,7 @@ def own_address(network: Network, interface: str | None) -> str:
 
 
 def facts_of(accelerate: Mapping[str, Any], network: Network, interface: str | None) -> dict[str, Any]:
-    """What is compared between machines."""
+    """Collect the facts that are compared between machines."""
     shared = {str(key): value for key, value in accelerate.items() if key not in OWN_KEYS}
     digests = {
         key: hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
@@ -136,7 +136,7 @@ def facts_of(accelerate: Mapping[str, Any], network: Network, interface: str | N
 
 
 def meeting_checks(machines: Sequence[Any], place: Place, wait_s: float) -> Iterator[Check]:
-    """Who came."""
+    """Check which machines came."""
     lost = [rank for rank, one in enumerate(machines) if one is None]
     here = ", ".join(f"{_name(machines, rank)} ({one['address']})" for rank, one in enumerate(machines) if one)
     if lost:

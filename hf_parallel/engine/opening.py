@@ -1,4 +1,4 @@
-"""What rank 0 says when a run begins: one line for each question that one has then. The tables are details."""
+"""Words the lines that rank 0 logs when a run begins, one for each question that users have then; tables are details."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _how(plans: Plans, *, compared: bool) -> str:
 
 
 def holdings_of(plans: Plans, setup: Setup) -> list[Holding]:
-    """What each pipeline rank will keep of the model, which is still whole."""
+    """Count the bytes that each pipeline rank will keep of the model, which is still whole."""
     shape = setup.mesh.shape
     # Of experts fewer replicas have copies, so each keeps a larger part.
     copies = shape.ep_size if setup.config.zero.stage else 1
@@ -123,7 +123,7 @@ def _recomputed(plans: Plans) -> list[str]:
 
 
 def _memory(holdings: Sequence[Holding], prediction: Prediction | None, setup: Setup) -> str:
-    """What the fullest rank keeps for its parameters, against what it has."""
+    """Compare the bytes that the fullest rank keeps for its parameters with the bytes it has."""
     zero = setup.config.zero
     pipeline, pp_size = setup.config.pipeline, setup.config.pp_size
     is_late = pipeline.schedule in ASYNCHRONOUS
@@ -176,7 +176,7 @@ def _idle(plans: Plans, prediction: Prediction) -> str:
 
 
 def _staleness(schedule: ScheduleChoice) -> str:
-    """What an asynchronous schedule costs, which no other one does."""
+    """Tell the cost that only an asynchronous schedule has: older weights."""
     delay, together = delay_of(schedule.settings.schedule, schedule.pp_size), schedule.settings.vertical_sync
     old = "one optimizer step" if delay == 1 else f"{delay} optimizer steps"
     most = "" if together else "up to "

@@ -303,7 +303,7 @@ def _placement(config: HFParallelConfig, shape: MeshShape, sent_by: Callable[[Li
 
 
 def _sums(config: HFParallelConfig, placement: Placement) -> str:
-    """How gradients that cross the network are summed, where it is not as whole gradients; "" otherwise."""
+    """Word how gradients that cross the network are summed; "" if they are summed whole."""
     if config.gradient_compression.method != "none":
         return f"as {config.gradient_compression.method}"
     if not config.zero.stage:

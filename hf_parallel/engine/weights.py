@@ -1,4 +1,4 @@
-"""Where the weights of a model come from: all ranks begin with those of rank 0, or read them once the model is cut."""
+"""Gives the model its weights: all ranks begin with those of rank 0, or read them once the model is cut."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def warn_of_waste(setup: Setup, ledger: Ledger) -> None:
 
 
 def _blueprint(setup: Setup) -> Blueprint | None:
-    """What stands for a model whose weights are read after the cut; None, with a warning, if they must be read before."""
+    """Make the stand-in for a model whose weights are read after the cut; None, with a warning, if they must be read before."""
     config = setup.config
     reason = None
     if config.pp_size > 1 and config.pipeline.costs == "measured":

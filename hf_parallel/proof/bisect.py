@@ -1,4 +1,4 @@
-"""Where two runs part: the first module, microbatch and direction."""
+"""Finds the place where two runs part: the first module, microbatch and direction."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[s
 
 
 def _in_traced_step(job: Job, found: Comparison, traced: Path) -> dict[str, Any] | None:
-    """Where the traced step differs, before its gradients are clipped; None if nowhere."""
+    """Find where the traced step differs, before its gradients are clipped; None if nowhere."""
     ranks = [traced / f"rank{rank}" for rank in range(job.processes)]
     if all((rank / f"{BEFORE}.json").exists() for rank in ranks):
         weights = _beyond(compare_tensors(job, traced, BEFORE, job.steps)[0])
@@ -114,7 +114,7 @@ def module_of(parameter: str) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """What passed through a module on a rank, compared.
+    """A tensor that passed through a module on a rank, compared with that of one process.
 
     Args:
         order: Position among what passed, in the order of one process.
@@ -135,7 +135,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Pair:
-    """What passed through a module on a rank, and what should have.
+    """A tensor that passed through a module on a rank, with the one that should have.
 
     Args:
         event: What it is.
@@ -209,7 +209,7 @@ def _first_backward(wrong: list[Event], every: list[Event]) -> dict[str, Any] | 
 
 
 class Passages:
-    """What one process noted of a step.
+    """The tensors that one process noted in a step.
 
     Args:
         path: The file that it wrote.

@@ -31,7 +31,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor, or a logged number, of one rank is from the reference.
+    """Distance of a tensor, or a logged number, of one rank from the reference.
 
     Args:
         what: loss, grad_norm, learning_rate, gradient, parameter, or what the optimizer is set to, such as weight_decay.
@@ -51,7 +51,7 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """How many times too large; NaN counts as infinite."""
+        """Factor by which the difference is above what is allowed; infinite for NaN."""
         return float("inf") if self.relative != self.relative else self.relative / self.allowed
 
 

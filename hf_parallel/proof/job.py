@@ -1,4 +1,4 @@
-"""What is trained twice: a model, a layout, and the batches of a few optimizer steps."""
+"""A job: the model, the layout and the batches of a few optimizer steps that are trained twice."""
 
 from __future__ import annotations
 

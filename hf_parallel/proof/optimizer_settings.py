@@ -1,4 +1,4 @@
-"""What the optimizer of a run is set to for each parameter, step by step.
+"""Records and compares the settings of an optimizer for each parameter, step by step.
 
 A weight decay or an epsilon that is off moves weights by less than rounding does in three steps of a small rate, so it is compared
 itself; and where the ranks of a layout notice it, they stop before anything else differs.
@@ -51,7 +51,7 @@ def file_of(step: int) -> str:
 
 
 def settings_apart(step: int, reference: Path, ranks: Sequence[Path]) -> list[Apart]:
-    """Where the optimizers of ranks are set otherwise than that of one process when a step, from 0, begins.
+    """Find settings of the ranks' optimizers that differ from those of one process at the beginning of a step, from 0.
 
     Empty if one of them never began it. Without names if all parameters of all ranks are meant.
     """

@@ -1,4 +1,4 @@
-"""What one process leaves to be compared: logged numbers, and the parts of every gradient and parameter that it holds."""
+"""Records one process for a comparison: logged numbers, and its parts of every gradient and parameter."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Recorder(TrainerCallback):
         (self.folder / RUN).write_text(json.dumps(run))
 
     def place(self) -> dict[str, Any]:
-        """Where this process stands in the layout."""
+        """Position of this process in the layout."""
         holdings = self._holdings()
         if holdings is None:
             return {"rank": 0, "dp": 0, "pp": 0, "tp": 0, "sp": 0, "sharded": [], "shared": []}

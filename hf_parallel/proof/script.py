@@ -103,7 +103,7 @@ class _Run:
         self.trainer = trainer
 
     def _settle(self, args: Any) -> None:
-        """As many steps as are compared, nothing saved or evaluated, and the same rows of a step in one process."""
+        """Set a script's arguments: the steps to compare, no saving or evaluation, and as many rows of a step in one process."""
         args.max_steps, args.num_train_epochs = self.job.steps, 1e9
         args.logging_strategy, args.logging_steps, args.logging_nan_inf_filter = "steps", 1, False
         args.save_strategy, args.eval_strategy, args.load_best_model_at_end = "no", "no", False

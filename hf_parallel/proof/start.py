@@ -71,7 +71,7 @@ def main(folder: Path, kept: Path | None = None) -> None:
 
 
 def _judged(job: Job, folder: Path) -> Comparison | None:
-    """What the comparison found; None if it failed."""
+    """Compare the runs in a process of its own; None if that failed."""
     ended = _run_all(folder, {JUDGE: lambda: compare(job, folder / COMPARED).dump(folder / JUDGED)})
     return Comparison.load(folder / JUDGED) if ended else None
 

@@ -59,7 +59,7 @@ class Ties(TorchFunctionMode):
 
 
 def noise_of(one: Path, other: Path) -> list[float]:
-    """What rounding moves the scores of each choice by: of its rows, half move by less. Empty if the runs noted no scores.
+    """Measure how far rounding moves the scores of each choice, the median over its rows; empty if no scores were noted.
 
     Scores that were made in bf16 move by whole units in their last place, and those of most rows by none. Two that are `UNITS` such
     units apart, the least that a row moves by, are near as well.

@@ -1,4 +1,4 @@
-"""What passes through the modules of a model in one step, as a few numbers for each row, to find where two runs part."""
+"""Reduces each tensor that passes through a module in a step to a few numbers a row, to find where two runs part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACE = "trace.pt"
 
 @dataclass
 class Passed:
-    """What passed through a module in one call.
+    """A tensor that passed through a module in one call.
 
     Args:
         module: Its name.

@@ -65,7 +65,7 @@ class Verdict:
     first_divergence: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As written by `--json`; JSON has no numbers that are not finite, so they are None."""
+        """The verdict as `--json` writes it; numbers that are not finite become None, since JSON has none."""
         found: dict[str, Any] = _finite(dataclasses.asdict(self))
         return found
 

@@ -1,4 +1,4 @@
-"""What settings mean together with a schedule that does not drain the pipeline between optimizer steps; pure.
+"""Rules on settings beside a schedule that does not drain the pipeline between optimizer steps; pure.
 
 Each function returns problems, one line each: key and value, rule, fix.
 """

@@ -1,4 +1,4 @@
-"""What `ep_size` means together with the rest of the config; pure. Problems are one line each: key and value, rule, fix."""
+"""Rules on settings beside `ep_size`; pure. Problems are one line each: key and value, rule, fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def expert_problems(
     compression: GradientCompressionConfig,
     local_sgd: LocalSgdConfig,
 ) -> Iterator[str]:
-    """What is not available with experts on several replicas."""
+    """Settings that experts on several replicas cannot be combined with."""
     if ep_size == 1:
         return
     name, instead = f"ep_size={ep_size}", "or ep_size to 1"

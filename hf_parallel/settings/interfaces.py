@@ -25,7 +25,7 @@ ELSEWHERE: Final = "192.0.2.1"  # reserved for documentation (RFC 5737): nothing
 
 @dataclass(frozen=True)
 class Network:
-    """What this machine knows of its network.
+    """Facts about this machine's network.
 
     Args:
         addresses: Addresses of each interface that is up.
@@ -53,7 +53,7 @@ class Network:
 
 
 def this_network(first: str) -> Network:
-    """What this machine's network is like.
+    """Find out about this machine's network.
 
     Args:
         first: Name or address of the first machine.

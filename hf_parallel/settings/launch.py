@@ -1,4 +1,4 @@
-"""How the settings reach a worker process, and what a worker must know before anything else is imported.
+"""Carries the settings into a worker process, with what a worker must know before anything else is imported.
 
 `accelerate launch` passes neither the path of its config file nor `use_cpu` on to the workers. The path is read from
 the launcher's command line with accelerate's own parser; `use_cpu` is put back into the environment. Without the
@@ -37,7 +37,7 @@ Launcher = Literal["accelerate", "torchrun", "none"]
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started.
+    """Facts about the start of this process.
 
     Args:
         path: The config file that applies, or None.

@@ -1,4 +1,4 @@
-"""What each setting does where one process trains alone: it has nobody to share work with, and yet some settings act on it.
+"""The effect of each setting where one process trains alone: it shares work with nobody, and yet some settings act on it.
 
 Pure, as `config`. A setting that acts has the engine run in one process too; without one, the Trainer stays stock.
 """
@@ -123,7 +123,7 @@ def in_one_process(config: HFParallelConfig) -> Alone:
 
 
 def effect_of(path: str) -> Effect:
-    """What the setting of a dotted name does.
+    """Look up the effect of a setting by its dotted name.
 
     Raises:
         KeyError: The table does not say it.

@@ -1,4 +1,4 @@
-"""What is known of a run's precision before it starts."""
+"""Facts about a run's precision that are known before it starts."""
 
 from __future__ import annotations
 

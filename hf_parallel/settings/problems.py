@@ -1,4 +1,4 @@
-"""What is wrong with settings, in words: key path and value, rule, fix; one line a setting, all of them at once."""
+"""Words the problems of settings: key path and value, rule, fix; one line a setting, all of them at once."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def _words_of(detail: ErrorDetails) -> list[str]:
 
 
 def as_mapping(given: object, name: str = "", model: type[Section] | None = None) -> str:
-    """How to write what was meant where a mapping is expected.
+    """Word the fix where a mapping is expected and something else was written.
 
     Args:
         given: What was written.

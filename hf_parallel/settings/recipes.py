@@ -107,7 +107,7 @@ def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any
 
 
 def section_of(text: str, path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-    """As `read_section`, of the text of the file `path`."""
+    """Do what `read_section` does, for the text of the file `path`."""
     accelerate = parse_yaml(text, path)
     accelerate = {} if accelerate is None else accelerate
     if not isinstance(accelerate, dict):
@@ -259,7 +259,7 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
-    """What stands beside our section: sizes that accelerate would apply too, and keys of ours that are not indented."""
+    """Problems of keys beside our section: sizes that accelerate would apply too, and keys of ours that are not indented."""
     return [
         f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: {_why_not_beside(str(key))}"
         for key, value in section.items()

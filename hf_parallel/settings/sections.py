@@ -233,7 +233,7 @@ class PipelineConfig(Section):
 
 
 class TensorParallelConfig(Section):
-    """How each layer is sharded over the `tp` axis."""
+    """Sharding of each layer over the `tp` axis."""
 
     plan: Annotated[
         Literal["auto"] | dict[str, Treatment],
@@ -308,7 +308,7 @@ class ActivationCheckpointingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When and where checkpoints are written."""
+    """Time, place and form of checkpoints."""
 
     async_save: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""What `sp_size` means together with the rest of the config; pure. Problems are one line each: key and value, rule, fix."""
+"""Rules on settings beside `sp_size`; pure. Problems are one line each: key and value, rule, fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sequence_problems(
     local_sgd: LocalSgdConfig,
     chunked_loss: object,
 ) -> Iterator[str]:
-    """What a shared sequence cannot be combined with."""
+    """Settings that a sequence shared by ranks cannot be combined with."""
     if sp_size == 1:
         return
     method, blocks = compression.method, pipeline.compile_blocks

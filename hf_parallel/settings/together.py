@@ -1,4 +1,4 @@
-"""What settings of several sections mean together, and what one of them makes useless.
+"""Rules on settings of several sections together, and on settings that others make useless.
 
 Each function gives the problems of one kind, one a line: key and value, rule, fix.
 """

@@ -58,7 +58,7 @@ class TopologyConfig(Section):
     ] = "auto"
 
     def problems(self, tp_size: int, pp_size: int, *, planned: bool, sums: list[str]) -> Iterator[str]:
-        """What contradicts itself or has no effect, one line each.
+        """Find settings that contradict each other or have no effect, one line each.
 
         Args:
             tp_size: Ranks that share each layer.

@@ -1,4 +1,4 @@
-"""How values of settings are read from YAML, and spelled in messages.
+"""Reads values of settings from YAML, and spells them in messages.
 
 Pure (pydantic only, no torch).
 """

@@ -1,4 +1,4 @@
-"""What settings of ZeRO mean together with the rest of the config; pure.
+"""Rules on settings of ZeRO beside the rest of the config; pure.
 
 Each function returns problems, one line each: key and value, rule, fix.
 """

@@ -77,7 +77,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         return self.hf_parallel.engine
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As stock; models are parallelized first, so that arguments may come in any order."""
+        """Prepare the arguments, in any order: models are parallelized before the rest is prepared."""
         models = [item for item in args if isinstance(item, nn.Module)]
         trained = [model for model in models if is_trained(model)]
         for model in models:
@@ -135,7 +135,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             model.to(self.device)
 
     def _autocast_of_engines(self) -> Autocast:
-        """What engines run forward passes in; tells the session its type, which it plans with."""
+        """The context that engines run forward passes in; also tells the session its dtype, which it plans with."""
         options = {} if self.autocast_handler is None else self.autocast_handler.to_kwargs()
         casts = self.native_amp and options.pop("enabled", True)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if casts else None
@@ -198,7 +198,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As stock, on the parameters this rank holds."""
+        """Prepare an optimizer to update the parameters that this rank holds."""
         if is_prepared(optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         self.hf_parallel.refuse_foreign(optimizer)
@@ -214,7 +214,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As stock, on the gradients that the optimizer will step on."""
+        """Divide by the loss scale the gradients that the optimizer will step on, not those shown to user code."""
         with (
             self.hf_parallel_engine.gradients.shown.withdrawn()
             if self.scaler is not None
@@ -241,12 +241,12 @@ class HFParallelAccelerator(ReplicaViewMixin):
         return tell_epochs(prepared, self.hf_parallel.watchdog)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As stock."""
+        """Make a data loader that begins `num_batches` later."""
         skipping = dispatch_to_replicas(super().skip_first_batches(dataloader, num_batches), self.hf_parallel.mesh)
         return skipping if skipping is dataloader else tell_epochs(skipping, self.hf_parallel.watchdog)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As stock, stepping once a replica instead of once a process."""
+        """Prepare a scheduler that steps once a replica instead of once a process."""
         prepared = super().prepare_scheduler(scheduler)
         prepared.__class__ = HFParallelScheduler
         prepared.steps_per_update = self.hf_parallel.mesh.shape.dp_size
@@ -254,13 +254,13 @@ class HFParallelAccelerator(ReplicaViewMixin):
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Any:
-        """As stock."""
+        """Accumulate gradients over batches, and note that the loop does so."""
         self._accumulates = True
         with super().accumulate(*models):
             yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As stock; refuses when somebody replaced the parallelized forward.
+        """Backpropagate a loss; refuse a model whose parallelized forward somebody replaced.
 
         Raises:
             ConfigError: The settings accumulate gradients and the loop does not.
@@ -280,7 +280,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Any:
-        """As stock: backward passes inside add up gradients and reduce nothing."""
+        """Let backward passes inside add up gradients and reduce nothing."""
         engine = self.hf_parallel.engine
         with contextlib.nullcontext() if engine is None else engine.no_sync():
             yield
@@ -371,7 +371,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """As stock; called by every rank where `get_state_dict` must be."""
+        """Save the model; every rank must call it where no rank holds the whole model."""
         engine = self.hf_parallel.engine_of(model)
         if self.is_main_process or engine is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)

@@ -332,7 +332,7 @@ def _without_effect(args: TrainingArguments) -> list[str]:
 
 
 def _asynchronous(args: TrainingArguments, config: HFParallelConfig) -> list[str]:
-    """What a schedule that does not drain the pipeline cannot have of a Trainer."""
+    """Problems of a Trainer's arguments with a schedule that does not drain the pipeline, one a line; none with others."""
     name, found = config.pipeline.schedule, []
     if name not in ASYNCHRONOUS:
         return []

@@ -74,7 +74,7 @@ class CheckpointMixin(RestartMixin):
         return self._checkpoint_settings.async_save and not self.args.push_to_hub and not self.args.save_only_model
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As stock; True resumes from the newest checkpoint that is complete."""
+        """Train as the stock Trainer does; True resumes from the newest checkpoint that is complete."""
         self._finish_saving()  # of a run before this one that ended with an error
         self._require_shared_folder()
         session, trial = self.hf_parallel_session, kwargs.get("trial", args[0] if args else None)
@@ -107,13 +107,13 @@ class CheckpointMixin(RestartMixin):
             require_shared(Path(self.args.output_dir or "."), self._hf_parallel_mesh)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As stock; a checkpoint that is being written comes first: both may use the same staging folder."""
+        """Save the model, after a checkpoint that is still being written: both may use the same staging folder."""
         with self._doing("saves the model"):
             self._finish_saving()
             super().save_model(output_dir, _internal_call)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As stock; raises what went wrong with a checkpoint that is written meanwhile."""
+        """Train on a batch; raise what went wrong with a checkpoint that is written in the background."""
         pending = self._hf_parallel_pending
         if pending is not None and pending.has_ended():
             self._finish_saving()
@@ -124,7 +124,7 @@ class CheckpointMixin(RestartMixin):
         super()._load_best_model()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """As stock, where all ranks are to do the same; lists what callbacks put into a checkpoint in `on_save`."""
+        """Log, save and evaluate where all ranks agree to; list what callbacks put into a checkpoint in `on_save`."""
         self._agree_on_flags("should_log", "should_evaluate", "should_save")
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._begin_writing()
@@ -168,7 +168,7 @@ class CheckpointMixin(RestartMixin):
         return super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As stock, into a staging folder that becomes `checkpoint-N` when every rank has written its part."""
+        """Save into a staging folder that becomes `checkpoint-N` when every rank has written its part."""
         if not self._hf_parallel_checkpoints:
             super()._save_checkpoint(model, trial)
             return

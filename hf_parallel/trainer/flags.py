@@ -1,4 +1,4 @@
-"""What a Trainer is told to do next, which all ranks must do together: log, evaluate, save, stop."""
+"""Agreement of all ranks on what a Trainer does next: log, evaluate, save, stop."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from hf_parallel.watchdog import Watchdog
 
 @dataclass
 class Place:
-    """As much of accelerate's `PartialState` as splitting asks for."""
+    """The part of accelerate's `PartialState` that splitting of inputs reads."""
 
     num_processes: int
     process_index: int

@@ -184,7 +184,7 @@ def _put_in_place(folder: Path, staging: Path, mesh: Mesh, accelerator: HFParall
 
 
 def _counts(accelerator: HFParallelAccelerator) -> dict[str, int]:
-    """How many objects have a state of their own, which must be the same when it is loaded."""
+    """Count the objects that have a state of their own, by kind: the numbers must be the same when it is loaded."""
     prepared = prepared_by(accelerator)
     return {"optimizers": len(prepared.optimizers), "custom": len(prepared.registered)}
 
@@ -290,7 +290,7 @@ def _checked(folder: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> di
 
 
 def files_of_state(folder: Path) -> list[str]:
-    """What lies in a folder under the names of a state, whoever put it there; weights are not looked at."""
+    """Find the files of a folder that have names of a state, whoever put them there; weights are not looked at."""
     return sorted(
         path.relative_to(folder).as_posix()
         for top in folder.iterdir()

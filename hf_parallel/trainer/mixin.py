@@ -1,4 +1,4 @@
-"""What a stock `transformers.Trainer` must do differently on one rank of a mesh: loss, data, clipping, counting.
+"""The methods of a stock `transformers.Trainer` that differ on one rank of a mesh: loss, data, clipping, counting.
 
 `HFParallelCallback` puts `HFParallelTrainerMixin` under the class of a live Trainer; `HFParallelTrainer` has it from
 the start. Everything that is not here or in `saving` or `checkpoints` is the stock Trainer.
@@ -92,7 +92,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return engine if isinstance(engine, PipelineEngine) else None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As stock; beside the training loss what the monitor measured, and what gradient compression did since the last time."""
+        """Log as the stock Trainer does, and beside the training loss what the monitor measured and gradient compression did."""
         wire = self._engine.gradients.replicas.wire if self._engine is not None else None
         if "loss" in logs:
             monitor = monitor_of(self)
@@ -104,13 +104,13 @@ class HFParallelTrainerMixin(CheckpointMixin):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock, on equal replicas."""
+        """Evaluate as the stock Trainer does, after replicas that train by themselves have become equal."""
         with self._doing("evaluates"):
             self._synchronise()
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock, on equal replicas."""
+        """Predict as the stock Trainer does, after replicas that train by themselves have become equal."""
         with self._doing("predicts"):
             self._synchronise()
             return super().predict(*args, **kwargs)
@@ -118,7 +118,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     # -- data ----------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock; `batch_rebalance` balances replicas, where stock counts the ranks of a model copy as well."""
+        """Make the sampler as the stock Trainer does, except that `batch_rebalance` balances replicas instead of all ranks."""
         stock = super()._get_train_sampler(*args, **kwargs)
         if self.hf_parallel_session is None or type(stock) is not BatchRebalanceSampler:
             return stock
@@ -133,7 +133,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """As stock; remembers how many batches a step has, in case a callback changes that within the epoch."""
+        """Run an epoch, and remember how many batches a step has, in case a callback changes that within the epoch."""
         self._hf_parallel_accumulation = self.args.gradient_accumulation_steps
         self._hf_parallel_epoch_begins = True  # workers start, data is shuffled
         self._hf_parallel_following = deque()
@@ -148,7 +148,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """As stock; announces the window, so that its batches run as the microbatches of one schedule."""
+        """Read the batches of a step, and announce them to the engine, which runs them as the microbatches of one schedule."""
         self._hf_parallel_window = []
         begins, self._hf_parallel_epoch_begins = self._hf_parallel_epoch_begins, False
         monitor, pipeline = monitor_of(self), self._pipeline
@@ -193,14 +193,14 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return [(sample, Announced(sample), own) for sample, own in zip(samples, prepared, strict=True)]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """As stock; a batch of the announced window keeps the tensors it was announced with, unless it was changed."""
+        """Prepare a batch; one that was announced keeps the tensors it was announced with, unless it was changed."""
         for sample, announced, prepared in getattr(self, "_hf_parallel_window", ()):
             if sample is inputs and announced.is_in(inputs, frozenset(k for k, v in inputs.items() if v is None)):
                 return dict(prepared)
         return super()._prepare_inputs(inputs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """As stock; says what it waits for."""
+        """Count the label tokens of a step as the stock Trainer does; the watchdog knows what this waits for."""
         session = self.hf_parallel_session
         if session is None:
             return super()._get_num_items_in_batch(batch_samples, device)
@@ -208,20 +208,20 @@ class HFParallelTrainerMixin(CheckpointMixin):
             return super()._get_num_items_in_batch(batch_samples, device)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """As stock, where `args.world_size` counts the ranks of a model copy as well."""
+        """Count the rows of a step: stock multiplies by `args.world_size`, which counts the ranks of a model copy too."""
         if self.hf_parallel_session is None:
             return int(super().get_total_train_batch_size(args))
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As stock, of one rank: stock adds up all ranks, each of which counts the parameters of the whole model."""
+        """Count one rank's share of a batch's FLOPs: stock sums over all ranks, and each counts the whole model."""
         total = int(super().floating_point_ops(inputs))
         return total if self.hf_parallel_session is None else total // self.hf_parallel_session.mesh.shape.mp_size
 
     # -- loss ----------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As stock; refuses when somebody replaced the parallelized forward, or differentiates with `torch.autograd.grad`."""
+        """Train on a batch; refuse a replaced forward of the model, and losses differentiated by `torch.autograd.grad`."""
         if self._engine is not None:
             self._engine.check_installed()
         try:
@@ -235,7 +235,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As stock; label smoothing and `compute_loss_func` are computed on the last stage, inside the schedule."""
+        """Compute the loss; label smoothing and `compute_loss_func` run on the last stage, inside the schedule."""
         with in_lockstep(self.model, is_loss=True):
             return self._loss_on_mesh(model, inputs, return_outputs, num_items_in_batch)
 
@@ -259,7 +259,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """As stock; full logits leave the last stage only if somebody needs them."""
+        """Predict a batch; full logits leave the last stage only if somebody needs them."""
         pipeline = self._pipeline
         if pipeline is None:
             loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -273,7 +273,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As stock; the model is parallelized before stock starts its clock."""
+        """Evaluate; the model is parallelized before the stock Trainer starts its clock."""
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
             self._watch_users()
@@ -364,7 +364,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
 
 def by_hand(pp_size: int, tp_size: int) -> str:
-    """What to say of gradients that torch does not find."""
+    """Word the error about gradients that torch does not find."""
     if pp_size > 1:
         setting = f"pp_size={pp_size}"
         reason = "the schedule has run the backward pass of all stages already, so there is no graph from the loss to"

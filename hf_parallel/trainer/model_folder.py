@@ -144,7 +144,7 @@ def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
 
 
 def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
-    """As the model's own; all ranks must call it where no rank holds the whole model, without a `state_dict`."""
+    """Save as the model's own method does; where no rank holds the whole model, all must call it, without `state_dict`."""
     if is_whole(engine):
         engine.gradients.replicas.synchronise()
         return save(*args, **kwargs)
@@ -186,7 +186,7 @@ def _names_of_all(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def state_to_write(engine: Engine, *, everything: bool = False) -> dict[str, Any]:
-    """What `save_pretrained` takes for its `state_dict`, on world rank 0, {} elsewhere; collective.
+    """The `state_dict` argument of `save_pretrained` on world rank 0, {} elsewhere; collective.
 
     Args:
         engine: The model's engine.

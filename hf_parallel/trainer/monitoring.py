@@ -1,4 +1,4 @@
-"""How a Trainer drives the monitor: a callback of ours, the iterator of its batches, and what its console shows."""
+"""The monitor inside a Trainer: a callback of ours, the iterator of its batches, and the lines of its console."""
 
 from __future__ import annotations
 

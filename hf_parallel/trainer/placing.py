@@ -1,4 +1,4 @@
-"""What a Trainer's run sends along each axis of its mesh, by the planner, before the mesh is laid on the machines' links."""
+"""Traffic of a Trainer's run along each axis, by the planner, before the mesh is laid on the machines' links."""
 
 from __future__ import annotations
 

@@ -127,12 +127,12 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
 
 
 class RawLoopAccelerator(HFParallelAccelerator):
-    """What a loop calls by itself and a Trainer does not: saving and loading its state, and letting go of a model."""
+    """Adds what a loop calls and a Trainer does not: saving and loading its state, and letting go of a model."""
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> str:
-        """As stock, into a folder that any layout can load; collective.
+        """Save the state of a loop into a folder that any layout can load; collective.
 
         Weights, optimizers, schedulers, loss scale, random states, objects registered with `register_for_checkpointing` and
         the states of stateful loaders are written; the folder counts only when all of it is there.
@@ -162,7 +162,7 @@ class RawLoopAccelerator(HFParallelAccelerator):
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **options: Any
     ) -> None:
-        """As stock, from what `save_state` wrote under any layout; collective.
+        """Load what `save_state` wrote under any layout; collective.
 
         Raises:
             UnsupportedError: Only some ranks called it.
@@ -177,12 +177,12 @@ class RawLoopAccelerator(HFParallelAccelerator):
         load_loop_state(self, Path(input_dir).expanduser())
 
     def free_memory(self, *objects: Any) -> Any:
-        """As stock; another model may be prepared afterwards, or the same one again."""
+        """Let go of the model and of `objects`; another model may be prepared afterwards, or the same one again."""
         self.hf_parallel.release()
         return super().free_memory(*objects)
 
     def clear(self, *objects: Any) -> Any:
-        """As `free_memory`."""
+        """Do what `free_memory` does."""
         return self.free_memory(*objects)
 
 

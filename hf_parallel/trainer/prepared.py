@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` returns for an optimizer and for a scheduler."""
+"""The optimizer and the scheduler that `Accelerator.prepare` returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def param_groups(self) -> Any:
-        """As stock: groups of the model's parameters, also where the optimizer has flat parts of them."""
+        """Groups of the model's parameters, also where the optimizer itself has flat parts of them."""
         parts = self.gradients.states.shown_parts(self.optimizer)
         return self.optimizer.param_groups if parts is None else parts.groups()
 
@@ -41,7 +41,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.optimizer.param_groups = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As stock; torch does not know which parameters are in flat parts."""
+        """Add a group; refuse parameters that are in flat parts already, which torch does not notice."""
         parts, given = self.gradients.states.shown_parts(self.optimizer), param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
         if parts is not None and any(map(parts.has, given)):
@@ -50,7 +50,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def state(self) -> Any:
-        """As stock; numbers over the elements of a part are refused."""
+        """State of each parameter; a number computed over the elements of a part is refused when it is read."""
         return self.gradients.states.shown(self.optimizer)
 
     @state.setter
@@ -58,18 +58,18 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """As stock: of the parameters that this rank updates."""
+        """State of the parameters that this rank updates."""
         self.gradients.states.settle()
         state: dict[str, Any] = super().state_dict()
         return marked_state(state) if self.is_part else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As stock."""
+        """Load what `state_dict` gave on this rank."""
         self.gradients.states.settle()
         super().load_state_dict(plain_state(state_dict))
 
     def step(self, closure: Any = None) -> None:
-        """As stock; what a closure returns is the mean of the replicas' losses, as gradients are: each would step by its own."""
+        """Step; a closure's losses are averaged over the replicas, as gradients are, so that all take the same step."""
         self.own_hooks.begin()
         if closure is not None and self.replicas is not None:
             closure = functools.partial(_averaged, closure, self.replicas)

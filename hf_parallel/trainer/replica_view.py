@@ -73,7 +73,7 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
         return [item for part in parts for item in part]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As stock over the replicas: rows that fill the last batch are cut off; data without tensors comes as a list."""
+        """Gather over the replicas, without the rows that fill the last batch; data without tensors comes as a list."""
         try:
             recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
         except TypeError:
@@ -108,7 +108,7 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
             return recursively_apply(over_replicas, tensor, error_on_other_type=True)
 
     def check_trigger(self) -> bool:
-        """As stock: whether any rank at all has set the trigger."""
+        """Whether any rank has set the trigger; resets it."""
         if self.flag_tensor is None:
             self.flag_tensor = torch.tensor(0, device=self.device)
         if int(reduce(self.flag_tensor, "sum")) == 0:
@@ -118,7 +118,7 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """As stock, between the replicas: the ranks of a model copy get the same part."""
+        """Split `inputs` between the replicas: the ranks of a model copy get the same part."""
         place = Place(self.num_processes, self.process_index, self.device)
         split: Callable[..., AbstractContextManager[Any]] = PartialState.split_between_processes
         with split(place, inputs, apply_padding) as part:

@@ -166,7 +166,7 @@ class ResumeMixin(SavingMixin):
             ) from error
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """As stock; refuses a state that is damaged, missing, or of a run in another precision."""
+        """Load the loss scale; refuse a state that is damaged, missing, or of a run in another precision."""
         if checkpoint is None or not self._takes_up(checkpoint):
             super()._load_scaler(checkpoint)
             return
@@ -184,7 +184,7 @@ class ResumeMixin(SavingMixin):
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As stock in the layout it was saved under; else all ranks of a model copy take the state of a saved copy."""
+        """Load this rank's random states; under another layout, all ranks of a copy take those of one saved copy."""
         if checkpoint is None or not self._hf_parallel_checkpoints or not Path(checkpoint, DESCRIPTION).is_file():
             super()._load_rng_state(checkpoint)
             return

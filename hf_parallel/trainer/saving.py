@@ -197,7 +197,7 @@ class SavingMixin(Base):
         move_files(staging, folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As stock, with the training arguments as JSON instead of a pickle."""
+        """Save the model, with the training arguments as JSON instead of a pickle."""
         folder = Path(output_dir or self.args.output_dir or ".")
         if self.hf_parallel_session is None:
             super()._save(output_dir, state_dict)

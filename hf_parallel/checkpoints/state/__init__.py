@@ -1,1 +1,1 @@
-"""What training carries from step to step beside the weights, in checkpoint folders that any layout resumes."""
+"""Training state beside the weights, in checkpoint folders that any layout resumes."""

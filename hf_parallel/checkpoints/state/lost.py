@@ -1,4 +1,4 @@
-"""What an optimizer keeps that a checkpoint would not hold: a run that resumed from it would train otherwise, without a word.
+"""Refuses optimizers with state that a checkpoint would not hold: a resumed run would train otherwise, without a word.
 
 A checkpoint has the state of each parameter by name, so that any layout can read it: tensors, numbers, and the numbers of
 parameter groups. What else an optimizer keeps is refused: before the first update where a copy shows it, else when it is saved.

@@ -41,7 +41,7 @@ OF_TRAINING: Final = (
 
 @dataclass(frozen=True)
 class Merged:
-    """What `merge` wrote.
+    """The files that `merge` wrote.
 
     Args:
         num_tensors: Tensors.

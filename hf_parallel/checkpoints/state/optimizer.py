@@ -176,7 +176,7 @@ def start_in(shard: FlatShard, position: int, piece: slice) -> int:
 
 
 def state_pieces(view: OptimizerView, place: Place) -> tuple[list[Piece], dict[str, Any]]:
-    """What this rank writes of the optimizer's state: pieces, and numbers by label."""
+    """Collect the part of the optimizer's state that this rank writes: pieces, and numbers by label."""
     pieces: list[Piece] = []
     numbers: dict[str, Any] = {}
     for held in elements_of(view):

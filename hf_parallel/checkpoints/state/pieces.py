@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor, as boxes of the whole tensor: the one language in which all layouts are saved and read.
+"""Describes a rank's part of a tensor as boxes of the whole tensor: the form in which all layouts save and read.
 
 Whatever the layout, memory on a rank is a run of consecutive elements of its tensor-parallel shard: all of it, its rows
 of it (FSDP2), or any run of it (a flat ZeRO part). A run is a few boxes of the shard (at most 2 x dims - 1), and a box

@@ -1,4 +1,4 @@
-"""What gradient compression and local steps carry from step to step, as pieces.
+"""State that gradient compression and local steps carry from step to step, as pieces.
 
 A residual is a debt: over all replicas they sum up to what the parameters have not received yet. Another number of
 replicas shares the same debt. The outer momentum of local steps is equal on all replicas. The thin matrices of PowerSGD
@@ -41,7 +41,7 @@ def method_of(settings: GradientCompressionConfig) -> dict[str, Any]:
 
 
 def wire_pieces(wire: CompressedWire, place: Place) -> list[Piece]:
-    """What this rank writes of a wire's state: its own residuals, and its share of what all replicas have."""
+    """Collect the state of a wire that this rank writes: its own residuals, and its share of what all replicas have."""
     pieces: list[Piece] = []
     state, mesh = wire.state(), place.mesh
     for name, residual in state.get("residual", {}).items():
@@ -133,7 +133,7 @@ def _right(index: TensorIndex, names: Sequence[str], place: Place) -> dict[str, 
 
 
 def outer_pieces(local: LocalSteps, place: Place) -> list[Piece]:
-    """What this rank writes of the outer momentum of local steps."""
+    """Collect the outer momentum of local steps that this rank writes."""
     pieces: list[Piece] = []
     for name, momentum in local.state().items():
         entry, label = place.ledger.entries[name], f"{OUTER}{name}"
@@ -154,7 +154,7 @@ def restore_outer(local: LocalSteps, index: TensorIndex, names: Sequence[str], p
 
 
 def older_pieces(older: Sequence[Mapping[str, Tensor]], place: Place) -> list[Piece]:
-    """What this rank writes of weights that are some updates old, the oldest first."""
+    """Collect the older versions of the weights that this rank writes, the oldest first."""
     pieces: list[Piece] = []
     for index, weights in enumerate(older):
         for name, weight in weights.items():
@@ -167,7 +167,7 @@ def older_pieces(older: Sequence[Mapping[str, Tensor]], place: Place) -> list[Pi
 def restore_older(
     index: TensorIndex, parameters: Mapping[str, Tensor], delay: int, place: Place
 ) -> list[dict[str, Tensor]]:
-    """What `older_pieces` left of weights up to `delay` updates old, the oldest first; empty if there is not all of it."""
+    """Read the weights of up to `delay` updates ago that `older_pieces` wrote, the oldest first; empty if some are missing."""
     found: list[dict[str, Tensor]] = []
     for behind in range(delay, 0, -1):
         weights: dict[str, Tensor] = {}

@@ -52,7 +52,7 @@ def require_shared(folder: Path, mesh: Mesh) -> None:
 
 
 def _problem(path: Path, token: str, rank: int, wait_s: float) -> str | None:
-    """What keeps this rank from using the folder; None if nothing does."""
+    """Say why this rank cannot use the folder; None if it can."""
     deadline = time.monotonic() + wait_s
     while not _holds(path, token):
         if time.monotonic() > deadline:

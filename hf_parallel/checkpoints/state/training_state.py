@@ -102,7 +102,7 @@ class Holdings:
         return self.replicas is not None and self.replicas.local is not None
 
     def place(self) -> Place:
-        """Where this rank stands among those that write the same state."""
+        """Position of this rank among those that write the same state."""
         mesh = self.mesh
         if self.has_local_steps:
             return Place(self.ledger, mesh, replica=mesh.dp_rank)
@@ -128,7 +128,7 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes.
+    """The training state that one rank writes.
 
     Args:
         pieces: Its tensors.
@@ -200,7 +200,7 @@ def write_snapshot(folder: Path, taken: Snapshot, mesh: Mesh, group: dist.Proces
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a caller must do with a loaded state.
+    """Facts of a loaded state that the caller has to act on.
 
     Args:
         order: For each group of the optimizer, which saved one it is.

@@ -126,7 +126,7 @@ def _check(path: Path, saved: Mapping[str, Stored], entries: Mapping[str, Entry]
 
 
 def _read(reader: Reader, stored: Stored, entry: Entry, mesh: Mesh) -> torch.Tensor:
-    """What this tensor-parallel rank holds of a tensor."""
+    """Read this tensor-parallel rank's part of a tensor."""
     spec = entry.spec
     if spec is None:
         return reader.read(stored)

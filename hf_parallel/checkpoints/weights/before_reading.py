@@ -1,4 +1,4 @@
-"""What code does to weights that are not read yet: casts are repeated on what is read, and changes of values are refused.
+"""Follows code that handles weights before they are read: casts are repeated after reading, changes of values are refused.
 
 On the `meta` device a change of values does nothing and says nothing, so the checkpoint's values would be trained instead.
 """
@@ -21,7 +21,7 @@ _GET, _SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defin
 
 @dataclass
 class _Done:
-    """What was done to a tensor.
+    """Changes that code made to a tensor before its values were read.
 
     Args:
         version: torch's count of changes in place when it was followed.
@@ -36,7 +36,7 @@ class _Done:
     is_changed: bool = False
 
     def get(self, data: Tensor) -> Tensor:
-        """What code is given as `tensor.data`: the same each time."""
+        """The tensor that code gets as `tensor.data`: the same one each time."""
         if self.data is None:
             self.data = data
         return self.data

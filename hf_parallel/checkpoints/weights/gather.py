@@ -121,7 +121,7 @@ def load_weights(
 
 
 def _part_of(whole: torch.Tensor | None, folder: str | Path, entry: Entry, mesh: Mesh, count: int) -> torch.Tensor:
-    """What this rank holds of a tensor that was converted."""
+    """Cut this rank's part out of a converted tensor."""
     if whole is None:
         raise CheckpointError(
             f"{folder}: no tensor named {' or '.join(entry.state_names)} among {count}. The checkpoint is of another model: "
@@ -190,7 +190,7 @@ def weight_files(folder: Path, reader: Reader | None = None) -> dict[str, Path]:
 
 
 def _indexed(index: Path, listed: Mapping[str, object] | None) -> dict[str, Path]:
-    """What an index says, if it names files beside it."""
+    """Read an index: tensor name -> file beside the index."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} cannot be read: weight_map={names!r:.60}. It is truncated or damaged.")

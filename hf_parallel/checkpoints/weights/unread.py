@@ -34,7 +34,7 @@ RECORD = "hf_parallel_unread"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor of the model comes from.
+    """Origin of a tensor of the model in the checkpoint.
 
     Args:
         group: What is read and converted for it.

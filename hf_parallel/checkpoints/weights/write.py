@@ -46,7 +46,7 @@ WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetenso
 
 @dataclass(frozen=True)
 class Export:
-    """What a folder will hold, the same on every rank.
+    """Content of a folder that is about to be written, the same on every rank.
 
     Args:
         groups: What is gathered and converted together, in order.

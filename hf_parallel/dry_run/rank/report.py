@@ -1,4 +1,4 @@
-"""What a dry run found, as data and as text."""
+"""The result of a dry run, as data and as text."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class DryRun:
 
 
 def report_of(rank: str, meter: Meter, parameters: int) -> DryRun:
-    """What a meter has counted since it began.
+    """Make a report of what a meter has counted since it began.
 
     Args:
         rank: In words.

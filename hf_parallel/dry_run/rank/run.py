@@ -144,7 +144,7 @@ def run_dry(job: Job) -> DryRun:
 
 
 def axis_of(shape: MeshShape, ranks: list[int]) -> str:
-    """What a group of world ranks is along: "tp", "dp+pp" and so on."""
+    """Name the axes along which a group of world ranks lies: "tp", "dp+pp" and so on."""
     coordinates = zip(*map(shape.coordinates, ranks), strict=True)
     return "+".join(name for name, one in zip(("dp", "pp", "tp", "sp"), coordinates, strict=True) if len(set(one)) > 1)
 
@@ -214,14 +214,14 @@ def _prepare(job: Job, planned: Planned, meter: Meter, fake: FakeTensorMode) -> 
 
 
 def autocast_of(job: Job) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What forward passes run in."""
+    """The context that forward passes run in."""
     if job.compute is None:
         return contextlib.nullcontext
     return functools.partial(torch.autocast, job.device.type, dtype=job.compute)
 
 
 def _view_of(whole: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    """As `flat.place_in`, of a tensor without memory of which parts could be told."""
+    """Do what `flat.place_in` does, for a tensor without memory."""
     return whole[offset : offset + math.prod(shape)].view(tuple(shape))
 
 
@@ -238,7 +238,7 @@ def _new(
 
 
 class _Payloads:
-    """What the stages before those of a rank send, found by running all that comes before them."""
+    """The payloads that earlier stages send to a rank, found by running all stages before its own."""
 
     def __init__(self, job: Job, planned: Planned, fake: FakeTensorMode) -> None:
         self._job, self._planned, self._fake = job, planned, fake

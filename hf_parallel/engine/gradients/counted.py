@@ -11,7 +11,7 @@ from hf_parallel.mesh import Mesh
 
 
 class Counted:
-    """What this rank counts of its parameters: tied ones count on their owner, whole ones on the first of the ranks that share the rest.
+    """Selects what this rank counts of each parameter, so that over all ranks each element of the full model counts once.
 
     Args:
         ledger: The model's ledger.

@@ -40,7 +40,7 @@ class OptimizerStates:
             )
 
     def shown_parts(self, optimizer: torch.optim.Optimizer) -> ShownOptimizer | None:
-        """What user code sees of a guarded optimizer of flat parts; None of another."""
+        """The view that user code has of a guarded optimizer of flat parts; None of another optimizer."""
         zero = self._replicas.zero
         if zero is None or optimizer is not zero.optimizer:
             return None

@@ -1,1 +1,1 @@
-"""What is found out about a whole model before it is changed, and remembered for the next start."""
+"""Examines a whole model before it is changed, and remembers the results for the next start."""

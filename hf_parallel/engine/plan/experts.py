@@ -1,4 +1,4 @@
-"""How the experts of a run are spread over replicas: found out on rank 0, on a small model where one runs alike."""
+"""Plans how experts are spread over replicas: rank 0 finds out, on a small model where that runs alike."""
 
 from __future__ import annotations
 

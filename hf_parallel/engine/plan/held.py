@@ -1,4 +1,4 @@
-"""What one rank holds of a model, by the ledger: tensors once it is cut, sizes before."""
+"""Lists the part of a model that one rank holds, by the ledger: tensors once it is cut, sizes before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out about a whole model before it is changed: shards, stages, ledger, and what the cut will cost.
+"""Makes the plans for a whole model: shards, stages, ledger, and the expected cost of the cut.
 
 All of it reads the model, changes nothing, and gives the same on every rank.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline can do where they are not alike: how fast each is, and how much it may hold."""
+"""Limits of a pipeline's ranks where they are not alike: how fast each is, and how much it may hold."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALIKE: Final = 0.9  # of the fastest: what a measurement of equal ranks may diff
 
 @dataclass(frozen=True)
 class RankLimits:
-    """What the cut has to respect, by pipeline rank; the same on every rank.
+    """Limits that the cut has to respect, by pipeline rank; the same on every rank.
 
     Args:
         speeds: Relative to the first one; None if all are alike.
@@ -45,7 +45,7 @@ class RankLimits:
 
 
 def rank_limits(setup: Setup) -> RankLimits:
-    """What the settings say of the ranks; collective over the default group where something is measured.
+    """Read or measure the limits of the ranks; collective over the default group where something is measured.
 
     Ranks at the same place of their pipelines (replicas, tensor-parallel ranks) wait for each other: the slowest and the
     smallest of them count.
@@ -116,7 +116,7 @@ def device_bytes(device: torch.device) -> float:
 
 
 def stage_memory(setup: Setup, plan: PipelinePlan, shards: TPPlan | None, limits: tuple[float, ...]) -> StageMemory:
-    """What the stages need of `limits`: this rank's shards of the weights, gradients, Adam's two states, activations."""
+    """Count the bytes that stages need: this rank's shards of weights and gradients, Adam's two states, activations."""
     specs, zero = shards.shard_specs() if shards is not None else {}, setup.config.zero
     shape = setup.mesh.shape
     replicas = (

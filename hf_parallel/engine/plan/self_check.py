@@ -214,7 +214,7 @@ def _fewer_to_cut(model: nn.Module, cut: Cut, sample: Mapping[str, Any]) -> _Cut
 
 
 def _held(model: nn.Module, plan: PipelinePlan, span: Span, kept: Sequence[int] | None = None) -> set[str]:
-    """What a stage holds, by its names in the whole model."""
+    """Names, in the whole model, of the tensors that a stage holds."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {name for name, _ in tensors if plan.holds(span, name)}
     if kept is None:

@@ -1,4 +1,4 @@
-"""What every step of parallelizing a model is given: the model, the settings, and where this rank stands."""
+"""The arguments of every step of parallelizing a model: the model, the settings, and the place of this rank."""
 
 from __future__ import annotations
 

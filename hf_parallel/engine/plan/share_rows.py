@@ -24,7 +24,7 @@ from hf_parallel.ulysses.verify import verify_model
 
 
 def shared_rows(setup: Setup) -> Shared | None:
-    """What the model will know of the sequence that its ranks share; None with sp_size 1."""
+    """Describe to the model the sequence that its ranks share; None with sp_size 1."""
     group, config = setup.mesh.sp_group, setup.config
     if group is None:
         return None
@@ -57,7 +57,7 @@ def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> No
 
 
 def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
-    """As `check_rows`, and whether rows of several documents are exact, which only matters to batches that have some."""
+    """Do what `check_rows` does, and find out whether rows of several documents are exact, which not all batches have."""
     if getattr(_text_config(model), "output_router_logits", False):
         raise PlanError(
             f"config.output_router_logits=True with sp_size={shared.group.size}: the loss that balances experts is no sum over tokens, "

@@ -1,4 +1,4 @@
-"""Where the model is cut into stages, which schedule runs them, and how its loss may be computed over microbatches."""
+"""Plans the stages: where the model is cut, which schedule runs them, and how its loss is computed over microbatches."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def plan_cut(
 
 
 def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:
-    """What each part of the model costs, the same on every rank; collective with `pipeline.costs: measured`.
+    """Estimate the cost of each part of the model, the same on every rank; collective with `pipeline.costs: measured`.
 
     Rank 0 measures while the others wait, so that all cut alike.
 
@@ -115,7 +115,7 @@ def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:
 def _bounds(
     plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts, limits: RankLimits, memory: StageMemory | None
 ) -> list[int]:
-    """Where the stages begin and end.
+    """Choose the blocks at which the stages begin and end.
 
     Raises:
         PlanError: A list of block counts does not fit, or names a cut that cannot be made, or no cut fits in memory.
@@ -133,7 +133,7 @@ def _bounds(
 
 
 def _loss_kind(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], stand_in: StandIn | None) -> LossKind:
-    """How the model's loss may be computed, reported where it needs whole batches."""
+    """Find out how the model's loss may be computed; reports a loss that needs whole batches."""
     if stand_in is not None:
         verdict = _verdict_on_stand_in(setup, sample, stand_in)
     elif (known := setup.verdicts.get("loss")) is not None and known[0] in get_args(LossKind):
@@ -149,7 +149,7 @@ def _loss_kind(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], st
 def _backward_kind(
     setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], stand_in: StandIn | None
 ) -> BackwardKind:
-    """What users' code in backward passes needs, reported where that costs something."""
+    """Find out what users' code in backward passes needs; reports it where that costs something."""
     if stand_in is not None:  # nothing can be measured; a stand-in has no hooks of users
         hooked = hooked_module(setup.model)
         kind = BackwardKind(*[f"a backward hook of {hooked} may need it"] * 2) if hooked else BackwardKind()

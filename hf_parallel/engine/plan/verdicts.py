@@ -47,7 +47,7 @@ class Verdicts:
         self._key: str | None = None
 
     def get(self, kind: str, of: object = "") -> Any:
-        """What was remembered; None where nothing was, or the file cannot be read.
+        """Look up a verdict; None where none was stored, or the file cannot be read.
 
         Args:
             kind: What the verdict is on.

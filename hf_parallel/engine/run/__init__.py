@@ -1,1 +1,1 @@
-"""What `model.forward` becomes: the model's own on one stage, a schedule on several."""
+"""Replaces `model.forward`: by the model's own, with reduction, on one stage, by a schedule on several."""

@@ -1,4 +1,4 @@
-"""What `model.forward` becomes while a model is parallelized.
+"""Engines, which replace `model.forward` while a model is parallelized.
 
 `DirectEngine` (one stage: data and tensor parallelism) runs the model's own forward with real autograd and reduces the
 gradients when a backward pass ends. `PipelineEngine` (several stages, in `pipeline.py`) runs a schedule. Both own

@@ -1,4 +1,4 @@
-"""What is expected of the ranks of one model copy before they run: kept for comparison with what they do."""
+"""Expectations of the plans about a model copy, kept for comparison with what the ranks do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_parallel.settings.replica_sections import ZeroConfig
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plans expect of a model copy.
+    """Expectations of the plans about a model copy.
 
     Attributes:
         forward: Cost of one microbatch on each stage, in a unit of the plan; empty with one stage.

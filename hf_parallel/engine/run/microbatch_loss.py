@@ -31,7 +31,7 @@ LossFunction: TypeAlias = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Share:
-    """What one microbatch contributes to the loss of its batch.
+    """Contribution of one microbatch to the loss of its batch.
 
     Args:
         batch: Index of the batch.

@@ -243,7 +243,7 @@ class OtherOutputs:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def ratio(self, reading: Reading, gradients: Mapping[str, Tensor]) -> Tensor | None:
-        """What the model's own loss must be multiplied with to give these gradients (0-d); None if no number does.
+        """The number (0-d) to multiply the model's own loss with so that it has these gradients; None if there is none.
 
         Collective over the model copy; waits for the device.
         """
@@ -320,7 +320,7 @@ class OtherOutputs:
 
 
 def _flags(batch: Mapping[str, Any]) -> Hashable:
-    """What tells kinds of calls apart: inputs and flags, not tensors or numbers, which change from batch to batch."""
+    """The key that tells kinds of calls apart: inputs and flags, not tensors or numbers, which change from batch to batch."""
     flags = frozenset((name, value if isinstance(value, (bool, str)) else None) for name, value in batch.items())
     return flags, torch.is_grad_enabled()
 
@@ -347,7 +347,7 @@ def _first_two(value: Any, rows: int) -> Any:
 
 
 def _deviation(found: Tensor, expected: Tensor) -> Tensor:
-    """How far two tensors are apart, relative (0-d); what is the same infinity, or no number in both, is equal."""
+    """Relative distance of two tensors (0-d); equal infinities, and no number in both, count as equal."""
     a, b = found.double(), expected.double()
     alike = torch.isfinite(a) & torch.isfinite(b) | (a == b) | a.isnan() & b.isnan()
     a, b = (torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0) for one in (a, b))

@@ -1,5 +1,6 @@
-"""What forward passes write to the config of a model, for the stages where they do not: the loss of a classifier, which the
-last stage computes, notes what labels it has met, and a saved model is used by that.
+"""Follows what a forward pass writes to the model's config, and repeats it on the stages where it does not run.
+
+The loss of a classifier, which the last stage computes, notes what labels it has met, and a saved model is used by that.
 """
 
 from __future__ import annotations
