@@ -31,11 +31,11 @@ ALIGN = 32  # elements: parameters start at multiples of 64 bytes or more, which
 
 
 class FlatParameter(nn.Parameter):
-    """What an optimizer has in place of parameters. Changes through `.data`, which stock tensors hide, count in its version."""
+    """A part that stands for parameters in an optimizer. Changes through `.data`, which torch hides, count in its version."""
 
     @property
     def data(self) -> Tensor:
-        """As stock: the same memory, outside of autograd."""
+        """The same memory, outside of autograd."""
         return self.detach()
 
     @data.setter
@@ -50,7 +50,7 @@ class FlatParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """As stock: parts are always updated."""
+        """True: parts are always updated."""
         return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
@@ -74,7 +74,7 @@ class FlatParameter(nn.Parameter):
 
 @dataclass(frozen=True, slots=True)
 class FlatKind:
-    """What parameters of one flat buffer have in common."""
+    """Properties that all parameters of one flat buffer share."""
 
     dtype: torch.dtype
     group: int

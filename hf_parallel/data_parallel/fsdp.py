@@ -370,7 +370,7 @@ def _one_dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
 
 @torch.no_grad()
 def _prepare(module: nn.Module, *, widens: bool) -> None:
-    """What is not sharded yet: contiguous, and in fp32 where the optimizer needs it."""
+    """Make the parameters that are not sharded yet contiguous, and fp32 where the optimizer needs it."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
             full = parameter.data.float() if widens else parameter.data

@@ -18,7 +18,7 @@ class KeptPart(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """As stock: the part, outside of autograd."""
+        """The part, outside of autograd."""
         return DTensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter

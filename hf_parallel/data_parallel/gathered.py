@@ -22,7 +22,7 @@ class GatheredParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """As between steps: of this rank's part, unless user code has assigned another one since."""
+        """Gradient of this rank's part, as between steps, unless user code has assigned another one since."""
         assigned: Tensor | None = OWN.__get__(self)
         part: Tensor | None = vars(self).get("_part")  # a copy of this one has none
         return part.grad if assigned is None and part is not None else assigned

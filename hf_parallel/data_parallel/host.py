@@ -67,7 +67,7 @@ def pins(zero: ZeroConfig, device: torch.device) -> bool:
 
 
 def host_memory(zero: ZeroConfig, device: torch.device) -> HostMemory | None:
-    """Where the optimizer of parameters on `device` lives; None for next to them."""
+    """The host memory that holds the optimizer of parameters on `device`; None if it stays beside them."""
     return HostMemory(device, pinned=pins(zero, device)) if zero.offload_optimizer == "cpu" else None
 
 

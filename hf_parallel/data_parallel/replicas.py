@@ -233,7 +233,7 @@ class Replicas:
         return lines
 
     def _describe_sharded(self) -> str:
-        """How parameters are sharded, if they are."""
+        """Describe in words how parameters are sharded; "" if they are not."""
         if self.sharded is None:
             return ""
         where = ", kept in host memory" if self.sharded.offload else ""

@@ -24,7 +24,7 @@ COUNT = "step"  # the state that counts steps
 
 @dataclass(frozen=True)
 class Missed:
-    """What a parameter lacks of the steps that its part has counted.
+    """Steps that the part of a parameter has counted, and the parameter has not.
 
     Args:
         steps: How many, at least 1.

@@ -29,7 +29,7 @@ Group: TypeAlias = TPGroup
 
 @dataclass(frozen=True)
 class Journey:
-    """How many rows go from this rank to each rank of a group, and how many come.
+    """Number of rows that go from this rank to each rank of a group, and that come from each.
 
     Args:
         group: The ranks.

@@ -1,4 +1,4 @@
-"""What is found out about the experts of a model, and which of them each rank keeps."""
+"""The plan for the experts of a model: their modules, and which experts each rank keeps."""
 
 from __future__ import annotations
 

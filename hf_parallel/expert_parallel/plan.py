@@ -143,7 +143,7 @@ def _rule(model: nn.Module, owner: str, arguments: Any) -> Routing | None:
 
 
 def _module(root: str, module: nn.Module, kind: ExpertKind, ep_size: int) -> ExpertModule | None:
-    """What each rank keeps of a module; None if its stacks are not of one matrix for each expert."""
+    """Plan the parts of a module that ranks keep; None if its stacks are not of one matrix for each expert."""
     owner = module.get_submodule(kind.path)
     counts = expert_counts(owner)
     if not counts:

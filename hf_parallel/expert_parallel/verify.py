@@ -129,7 +129,7 @@ def _spread(
 
 
 def _difference(made: ExpertModule, expected: list[_Outcome], found: list[_Outcome]) -> str:
-    """What differs first, in words."""
+    """Describe the first difference in words; "" if there is none."""
     for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
         for what, whole, part in (
             ("its output", one.output, other.output),

@@ -1,1 +1,1 @@
-"""Who may touch what, between which moments: what user code does to weights, gradients and batches is noticed here."""
+"""Notices what user code does to weights, gradients and batches, and between which moments it may."""

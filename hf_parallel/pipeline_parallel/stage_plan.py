@@ -1,4 +1,4 @@
-"""What one recorded forward says about cutting a model: what crosses each cut, and which parameters each stage reads.
+"""Reads from one recorded forward how a model can be cut: the crossings of each cut, and the parameters of each stage.
 
 A stage runs the model's own forward and skips the blocks it does not own, so it re-executes the code before and between
 the blocks. Going backwards through the log from what a stage runs, an op outside the blocks that makes something needed
@@ -70,7 +70,7 @@ class _Slice:
 
 
 class PipelinePlan:
-    """Where a model can be cut and what each piece needs; addresses only, no tensors.
+    """The possible cuts of a model, and what each piece needs; addresses only, no tensors.
 
     Attributes:
         stack: name of the module list that is cut.

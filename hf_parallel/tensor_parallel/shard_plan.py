@@ -80,7 +80,7 @@ class InputRule:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where a module of experts takes what it needs to compute single (token, expert) choices.
+    """Arguments from which a module of experts computes single (token, expert) choices.
 
     Args:
         hidden: Position or keyword of the hidden states f[... H].

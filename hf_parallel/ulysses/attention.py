@@ -152,7 +152,7 @@ def _attention(name: str, shared: Shared) -> Attention:
 def _length(
     shared: Shared, module: nn.Module, query: Tensor, mask: Any, named: Mapping[str, Any], *, adds_masks: bool
 ) -> int:
-    """How many tokens of a row attention is of: those that fill it up may be seen by none of the others.
+    """Count the tokens of a row without those that fill it up, which none of the others may attend to.
 
     Raises:
         UnsupportedError: They are seen, and it cannot be told how many they are.

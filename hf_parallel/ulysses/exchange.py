@@ -1,4 +1,4 @@
-"""What ranks that share a sequence send each other, as autograd functions on plain local tensors.
+"""Exchanges parts of a sequence between the ranks that share it, as autograd functions on plain local tensors.
 
 Source: DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): an all-to-all turns parts of the sequence with all heads into
 the whole sequence with some heads, and back.
@@ -216,7 +216,7 @@ class _Gather(torch.autograd.Function):
 
 
 def repeats_for(kv_heads: int, size: int) -> int:
-    """How often key-value heads are repeated so that `size` ranks divide them and each finds its own beside its queries.
+    """Count how often to repeat key-value heads so that `size` ranks divide them and each finds its own beside its queries.
 
     Args:
         kv_heads: Key-value heads.

@@ -128,7 +128,7 @@ def share_forward(
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call gives, without what is None."""
+    """The arguments of a call by name, without those that are None."""
     given = dict(signature.bind_partial(*args, **kwargs).arguments) if args else dict(kwargs)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -137,7 +137,7 @@ def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
 
 
 def _weighted(loss: Tensor, mine: Tensor, labels: Tensor) -> Tensor:
-    """What this rank's mean over labels i[B S/sp] adds to that over i[B S]."""
+    """Weight this rank's mean over labels i[B S/sp], so that those of all ranks add up to the mean over i[B S]."""
     count, total = (x.ne(IGNORED_LABEL).sum() for x in (mine, labels))
     none = torch.where(total > 0, 0.0, torch.nan)  # as a mean over none is
     return torch.where(count > 0, loss * (count / total), none)
@@ -234,7 +234,7 @@ def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: b
 
 
 def last_position(model: nn.Module) -> int | None:
-    """How many positions the model has, as its config says."""
+    """Number of positions that the model's config says it has; None if it does not say."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)

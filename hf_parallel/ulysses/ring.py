@@ -27,7 +27,7 @@ INSTEAD = "Set sp_attention to ulysses, or sp_size to 1."
 
 
 def method_of(wanted: str, heads: int | None, size: int) -> str:
-    """What `sp_attention` means, "ulysses" or "ring": "auto" is the ring where heads run out.
+    """Resolve `sp_attention` to "ulysses" or "ring": "auto" is the ring where heads run out.
 
     Args:
         wanted: The setting.
@@ -157,7 +157,7 @@ class Walk:
         return Block(key, value, own, self.is_causal and part == self.group.rank, self.scale)
 
     def keys_to_send(self, held: Tensor | None, hop: int) -> list[tuple[Tensor, int]]:
-        """What this rank sends on while it has `held`."""
+        """The keys `held` and the rank to send them to at `hop`; empty if they end here."""
         on = held is not None and self.route.moves_on(self.part_at(hop), hop)
         return [(held, (self.group.rank + 1) % self.group.size)] if on and held is not None else []
 
@@ -168,7 +168,7 @@ class Walk:
         return [(torch.empty_like(like), before)] if comes else []
 
     def gradients_to_send(self, held: Tensor | None, hop: int) -> list[tuple[Tensor, int]]:
-        """Where the gradients go that this rank has completed at `hop`: behind their keys, or home."""
+        """The gradients `held` and the rank to send them to at `hop`: behind their keys, or home; empty if they stay."""
         part = self.part_at(hop)
         if held is None or hop > self.route.reach(part) or self.route.reach(part) == 0:
             return []

@@ -1,4 +1,4 @@
-"""What enters and leaves the modules of a model in one forward pass: it names the module where two passes part."""
+"""Records the tensors that enter and leave modules in a forward pass, to name the module where two passes part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_parallel.ulysses.whole import WholeRows
 
 @dataclass
 class Trail:
-    """What entered and left the modules of one forward pass, in the order of the calls.
+    """Tensors that entered and left the modules of one forward pass, in the order of the calls.
 
     Args:
         seen: (module, "enters" or "leaves") and its tensors.

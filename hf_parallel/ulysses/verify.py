@@ -117,7 +117,7 @@ def _counts_tokens(model: nn.Module, sample: Mapping[str, Any], plain: Found) ->
 
 
 def _tried(model: nn.Module, shared: Shared, sample: Mapping[str, Any], plain: Found) -> tuple[str, Trail]:
-    """What is wrong with parts of a batch, "" if nothing is, and the way that they took."""
+    """Run the model on parts of a batch; gives what is wrong, "" if nothing is, and the trail of the pass."""
     undo = [shared.whole.install(model), share_attention(model, shared)]
     forward = share_forward(model, model.forward, shared)
     trail = Trail(shared.whole)
@@ -201,7 +201,7 @@ def _is_part_along(dim: int, local: Tensor, whole: Tensor, rank: int) -> bool:
 
 
 def agreed(shared: Shared, problem: str) -> str:
-    """What the first rank with a problem has found, "" if none has; collective over the ranks of the sequence."""
+    """Share the problem of the first rank that has one, "" if none has; collective over the ranks of the sequence."""
     problems: list[str] = [""] * shared.group.size
     dist.all_gather_object(problems, problem, group=shared.group.bare)
     return next(filter(None, problems), "")
@@ -296,7 +296,7 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor 
 
 
 def _compare(plain: Found, parts: Found, shared: Shared) -> str:
-    """What is wrong, "" if nothing is; collective."""
+    """Compare two passes; gives what is wrong, "" if nothing is; collective."""
     group = shared.group
     wrong = []
     if (error := _error(parts.loss, plain.loss)) > TOLERANCE:

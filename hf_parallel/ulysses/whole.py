@@ -32,7 +32,7 @@ class Enough(BaseException):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module that must see whole rows is called, and which dim of its output is the sequence.
+    """Calls of a module that must see whole rows, and the dim of its output that is the sequence.
 
     Args:
         calls: Calls of the module in one forward.

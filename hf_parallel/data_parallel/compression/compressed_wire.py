@@ -172,7 +172,7 @@ class CompressedWire:
             residual.copy_(torch.where(finite, fresh, residual))
 
     def report(self) -> dict[str, float]:
-        """What went over the wire since the last report, for the logs; waits for the device.
+        """Measurements of the wire since the last report, for the logs; waits for the device.
 
         Returns:
             `compression/ratio` (dense bytes over sent bytes), `compression/wire_mb` (MB sent by this rank),
@@ -189,7 +189,7 @@ class CompressedWire:
         }
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
-        """What must be in a checkpoint: residuals, and the thin matrices of PowerSGD, by parameter name."""
+        """State for a checkpoint: residuals, and the thin matrices of PowerSGD, by parameter name."""
         found: dict[str, Mapping[str, Tensor]] = {}
         if self.feedback is not None:
             found["residual"] = self.feedback.state()

@@ -29,7 +29,7 @@ class _Part:
 
 @dataclass
 class HookState:
-    """What the hook knows: the wire, and the names of parameters.
+    """State of the hook: the wire, and the names of parameters.
 
     Args:
         wire: What carries the gradients.

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Meter:
-    """What went through a wire since it was made.
+    """Counts what went through a wire since it was made.
 
     Attributes:
         wire_bytes: Sent by this rank, by the formulas of the collectives.
@@ -71,7 +71,7 @@ class CompressedAllReduce:
 
     @property
     def multiple(self) -> int:
-        """What the length of a vector must be divisible by."""
+        """Number that the length of a vector must be divisible by."""
         return self.codec.block * (self.ranks if self.schedule == "reduce_scatter" else 1)
 
     def total(self, mine: Tensor, error: Tensor | None) -> Steps:
@@ -139,7 +139,7 @@ class HierarchicalAllReduce:
 
     @property
     def multiple(self) -> int:
-        """What the length of a vector must be divisible by."""
+        """Number that the length of a vector must be divisible by."""
         return self.inside.size() * (self.between.multiple if self.between is not None else 1)
 
     def span(self, length: int) -> tuple[int, int]:

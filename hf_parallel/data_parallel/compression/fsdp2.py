@@ -15,7 +15,7 @@ from hf_parallel.settings.replica_sections import GradientCompressionConfig
 
 
 class CompressedReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes.
+    """Reduce-scatter of compressed gradients, for `FSDPModule.set_custom_reduce_scatter`.
 
     Args:
         settings: With a method that feeds nothing back: fp16, bf16 or int8.
@@ -67,7 +67,7 @@ class CompressedReduceScatter:
 
 
 def _finished(steps: Steps) -> Tensor:
-    """What comes of all steps, one after the other."""
+    """Run all steps, one after the other, and return their result."""
     while True:
         try:
             work = next(steps)

@@ -1,4 +1,4 @@
-"""What compression will save: bytes by formula, the codec's time by a short measurement, the link by what the user says."""
+"""Predicts savings of compression: bytes by formula, the codec's time by a short measurement, the link by the user's word."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prediction:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes."""
+        """Dense bytes over sent bytes."""
         return self.dense_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     @property

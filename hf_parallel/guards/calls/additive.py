@@ -224,7 +224,7 @@ def _random_states(device: torch.device | str) -> Iterator[Callable[[], bool]]:
 
 
 class _State:
-    """What a function can keep between calls, as far as it can be seen: attributes, containers, closures, globals.
+    """Remembers what a function can keep between calls, as far as it can be seen: attributes, containers, closures, globals.
 
     Args:
         function: The function.

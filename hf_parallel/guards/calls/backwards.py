@@ -1,4 +1,4 @@
-"""What the ranks of one model copy backpropagated in an optimizer step, compared once, before the gradients are reduced.
+"""Compares, once a step before the gradients are reduced, what the ranks of one model copy backpropagated.
 
 User code computes its loss on every rank, but only one rank's counts: the last stage's gradient of the logits, or each
 rank's own factor on its own stage's gradients. Where they differ (a NaN, a draw, a rank in the formula) nothing else

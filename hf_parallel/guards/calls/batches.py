@@ -50,7 +50,7 @@ class Announced:
 
 
 def _state(value: Any) -> Any:
-    """What changes when somebody writes to a value."""
+    """A fingerprint of a value that changes when somebody writes to it."""
     if isinstance(value, Tensor):
         return value.data_ptr(), version_of(value), value.shape
     if isinstance(value, Mapping):

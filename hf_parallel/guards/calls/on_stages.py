@@ -53,7 +53,7 @@ LIBRARIES = ("torch.", "transformers.", "accelerate.", "peft.", "safetensors.", 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a tensor was made of.
+    """Origin of a tensor: the parameters and random numbers that went into it.
 
     Args:
         blocks: Blocks, or modules outside of them, whose parameters went into it.
@@ -98,7 +98,7 @@ class Draws:
 
 
 def _state(generator: torch.Generator) -> Tensor:
-    """What draws change, without the unused bytes at the end."""
+    """The part of a generator's state that draws change, without the unused bytes at the end."""
     return generator.get_state()[:STATE]
 
 
@@ -133,7 +133,7 @@ class OnStages(TorchDispatchMode):
 
     @property
     def modes(self) -> Sequence[object]:
-        """What functions of torch go through in user code, the innermost first."""
+        """Modes that torch's functions go through in user code, the innermost first."""
         return self._leaving, self
 
     @property
@@ -383,7 +383,7 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _pairs(name: str, func: Any, args: Any, kwargs: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """What is written and what it is made of; one of each for every element of the lists of a `_foreach` function."""
+    """Yield (tensors written, tensors read) of a call; a pair for each element of the lists of a `_foreach` function."""
     changed = {key for pair in arguments_written(func) for key in pair}
     everything = [*enumerate(args), *kwargs.items()]
     alike = len(args[0]) if name.startswith("_foreach_") else None

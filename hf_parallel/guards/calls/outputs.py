@@ -1,4 +1,4 @@
-"""What a pipeline's model call returns, and clear words for what it does not have.
+"""Outputs of a pipeline's model call, which say in clear words what they do not have.
 
 A stock output answers an unknown name with a bare `AttributeError`, far from the reason: that a pipeline returns loss,
 logits and tensors with one entry a row only, and logits and others when they are asked for. By place, and in `items()`, it
@@ -116,7 +116,7 @@ class _ExplainsMissing:
         return ValuesView(held)
 
     def __repr__(self) -> str:
-        """What it holds itself: who prints it on one rank must not wait for the others."""
+        """Show only what is here already: a rank that prints it must not wait for the others."""
         held = ", ".join(f"{name}={self._held(name)!r}" for name in self._own())
         return f"{type(self).__name__}({held})"
 

@@ -1,4 +1,4 @@
-"""Where the shards of a model's parameters are, and how a whole tensor and its shards are made of each other."""
+"""Finds the shards of a model's parameters, and makes a whole tensor and its shards of each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `parameter.grad` is to user code between the reduction and the optimizer step, where a rank does not have it all.
+"""Stands in for `parameter.grad` between the reduction and the optimizer step, where a rank does not have all of it.
 
 Each rank of a pipeline has the gradients of its stages, each tensor-parallel rank rows of some, and under ZeRO 1 and 2 the
 optimizer's parts have them. User code clips (`torch.nn.utils.clip_grad_norm_`), masks, scales and reads them all the same.

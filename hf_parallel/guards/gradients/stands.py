@@ -69,7 +69,7 @@ class Part(Protocol):
         ...
 
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:
-        """What this rank counts of the sum of powers (0-d, fp64): of the gradient, or of a tensor like it."""
+        """This rank's summand in a sum of powers (0-d, fp64): of the gradient, or of a tensor like it."""
         ...
 
 
@@ -99,7 +99,7 @@ class Stand(torch.Tensor):
         raise NotImplementedError
 
     def read(self) -> Tensor:
-        """As `plain`, for user code."""
+        """The gradient as `plain` gives it, for user code."""
         return self.plain()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:

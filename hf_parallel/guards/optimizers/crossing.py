@@ -103,7 +103,7 @@ def stepped_copy(optimizer: optim.Optimizer) -> optim.Optimizer:
 
 @contextmanager
 def _trying(optimizer: optim.Optimizer) -> Iterator[None]:
-    """As `_own_numbers`; code of the user's, on a copy, may raise anything, which is `CannotTry`."""
+    """Do what `_own_numbers` does; whatever the user's code raises on a copy becomes `CannotTry`."""
     try:
         with _own_numbers(optimizer):
             yield
@@ -156,14 +156,14 @@ def _differ(moved: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _moves(optimizer: optim.Optimizer, without: int = 0) -> list[Tensor]:
-    """How parameters moved in a few steps; so many are taken out first."""
+    """Run a few steps of a copy; gives how far each parameter moved. `without` parameters are taken out first."""
     return _steps(optimizer, without=without)[0]
 
 
 def _steps(
     optimizer: optim.Optimizer, size: float = 1.0, others: float = 1.0, without: int = 0
 ) -> tuple[list[Tensor], optim.Optimizer]:
-    """How parameters moved in a few steps, and the copy that took them.
+    """Run a few steps of a copy; gives how far each parameter moved, and the copy.
 
     Args:
         optimizer: Optimizer, which is copied.
@@ -210,7 +210,7 @@ def _numbers(stepper: optim.Optimizer) -> list[dict[str, float]]:
 
 
 def _step(optimizer: optim.Optimizer, closure: Callable[[], Any]) -> None:
-    """As a Trainer does, or where that raises (LBFGS, SAM) with a closure."""
+    """Step as a Trainer does, or where that raises (LBFGS, SAM) with a closure."""
     try:
         optimizer.step()
     except Exception:  # noqa: BLE001  as above
@@ -270,7 +270,7 @@ def _copy_of(optimizer: optim.Optimizer, memo: dict[int, Any]) -> optim.Optimize
 
 
 def _before_steps(state: Any, memo: dict[int, Any]) -> dict[nn.Parameter, dict[str, Any]]:
-    """What an optimizer has put into the states of its parameters when it was made, for tiny ones; nothing once it has stepped."""
+    """Copy, for tiny parameters, the states that an optimizer made when it was built; nothing once it has stepped."""
     made = {memo[id(parameter)]: dict(own) for parameter, own in state.items() if id(parameter) in memo}
     has_stepped = any(isinstance(value, Tensor) for own in made.values() for value in own.values())
     return {} if has_stepped else copy.deepcopy(made, memo)

@@ -18,7 +18,7 @@ from hf_parallel.guards.optimizers.states import Shown, StateOfPart
 
 
 class ShownOptimizer:
-    """What a partitioned optimizer shows in place of its flat parts.
+    """The groups and states that a partitioned optimizer shows in place of those of its flat parts.
 
     Args:
         zero: The partition.
@@ -126,7 +126,7 @@ class _Group(Shown):
 
 
 class _Place:
-    """Where a parameter of the model is in the flat parts, and what user code did to what it shares with others there.
+    """Position of a parameter in the flat parts, and what user code did to the state that it shares with others there.
 
     Args:
         touched: Gets this as soon as something is done.

@@ -146,7 +146,7 @@ def refuse_drift(held: Iterable[tuple[Mapping[str, Tensor], dist.ProcessGroup | 
 
 
 def _drift(parameters: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> tuple[float, str]:
-    """How far the parameter that differs most is apart, and its name in words; collective over the group."""
+    """Find the parameter that differs most over the group: how far, and its name in words; collective over the group."""
     if group is None:
         return -1.0, ""
     trained = [

@@ -226,6 +226,6 @@ def _send(tensor: Tensor) -> None:
 
 
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group can send from: the GPU for NCCL, the CPU for gloo."""
+    """The device that the group can send from: the GPU for NCCL, the CPU for gloo."""
     nccl = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What `model.state_dict()` gives where a rank has a part of the model: good for this run, refused in a file.
+"""Marks `model.state_dict()` where a rank has a part of the model: good for this run, refused in a file.
 
 `torch.save(model.state_dict())` is how plain loops keep a model. On a rank that has one stage, or rows of a matrix, the file
 would hold a part, and nobody would know before it is read. As a copy to go back to (`model.load_state_dict`) or to

@@ -1,1 +1,1 @@
-"""Where a model can be cut, what each stage costs, and the proof that the stages equal the whole."""
+"""Plans stages: the possible cuts of a model, the cost of each stage, and the proof that the stages equal the whole."""

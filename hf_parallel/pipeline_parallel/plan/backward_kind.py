@@ -1,4 +1,4 @@
-"""What code of users does to gradients on their way through a model: hooks on modules and tensors, `autograd.Function`s.
+"""Finds users' code that changes gradients on their way through a model: hooks, and `autograd.Function`s.
 
 A pipeline runs backward by microbatches, and before it knows what the loss is multiplied with. Code that limits gradients by
 the norm of a batch would see that of a microbatch, and code that clamps them those of another scale. Both are measured at the
@@ -40,7 +40,7 @@ class BackwardKind(NamedTuple):
 
 
 def judge_backward(model: nn.Module, sample: Mapping[str, Any]) -> BackwardKind:
-    """What users' code on a model needs; nothing where only libraries' code runs.
+    """Find out what users' code on a model needs of backward passes; nothing where only libraries' code runs.
 
     Args:
         model: The whole model, or some blocks of it that show what all do.

@@ -1,4 +1,4 @@
-"""What the parts of a model cost: counted from the discovery forward, in any unit that all parts share."""
+"""Counts the cost of each part of a model in the discovery forward, in any unit that all parts share."""
 
 from __future__ import annotations
 

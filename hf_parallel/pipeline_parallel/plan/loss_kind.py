@@ -1,4 +1,4 @@
-"""How a model's own loss may be computed microbatch by microbatch, found by watching which functions make it.
+"""Finds out how a model's own loss may be computed by microbatches, by watching which functions make it.
 
 What is accepted is accepted for the functions that were called, not for the numbers that came out: a loss that weighs
 one special token gives the numbers of a plain one wherever that token does not occur. A loss that is not known is
@@ -56,7 +56,7 @@ ADDS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 
 
 class Verdict(NamedTuple):
-    """How a loss may be computed, and why not microbatch by microbatch."""
+    """The way in which a loss may be computed, and the reason why not by microbatches."""
 
     kind: LossKind
     why: str = ""
@@ -177,7 +177,7 @@ class _Watch(TorchFunctionMode):
         return None
 
     def judge(self, loss: Tensor, extra: Tensor | None, expected: int) -> _Made:
-        """How `loss` was made.
+        """Find out how `loss` was made.
 
         Args:
             loss: What the model returned.
@@ -213,7 +213,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def judge_loss(model: nn.Module, sample: Mapping[str, Any]) -> Verdict:
-    """How the model's own loss may be computed, found by calling it: as in training, as in evaluation, row by row.
+    """Find out how the model's own loss may be computed, by calling it: as in training, as in evaluation, row by row.
 
     Args:
         model: The whole model, not cut.

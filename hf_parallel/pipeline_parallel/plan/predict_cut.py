@@ -1,4 +1,4 @@
-"""What a cut is expected to cost, by stage and by rank: compute, step, bubble and memory, before anything has run.
+"""Predicts the cost of a cut by stage and by rank, before anything has run: compute, step, bubble and memory.
 
 Times come from the costs that the cut was made with, and the step from the simulator without message latency, so they
 are predictions of the same kind as the cut, not of the network.

@@ -1,4 +1,4 @@
-"""What the stages of a cut need of their ranks' memory, and how much of it each rank has."""
+"""Compares the memory that the stages of a cut need with the memory that each rank has."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StageMemory:
         return sum(max(0.0, held / limit - 1) for held, limit in zip(self.of_ranks(bounds), self.limits, strict=True))
 
     def share(self, lo: int, hi: int, index: int) -> float:
-        """What one stage needs, as a share of what its rank may hold; all that a rank with one stage needs."""
+        """Bytes that one stage needs over the bytes that its rank may hold; above 1 it does not fit."""
         placement = placement_of(self.schedule)
         span, rank = Span(lo, hi, index == len(placement) - 1), placement[index]
         own = {action.stage for action in self.schedule[rank]}
@@ -57,7 +57,7 @@ class StageMemory:
         return (sum(self._tensors(span).values()) + live * saved) / self.limits[rank]
 
     def refusal(self, bounds: Sequence[int]) -> str:
-        """What to say about a cut that does not fit, the best one that there is."""
+        """Word the refusal of a cut that does not fit, the best one that there is."""
         pairs = zip(self.of_ranks(bounds), self.limits, strict=True)
         needs = ", ".join(
             f"rank {rank} would hold {held / 1e9:.3g} of {limit / 1e9:.3g} GB"
@@ -85,7 +85,7 @@ def memory_of(
     *,
     bytes_of: Callable[[str, Tensor], float],
 ) -> StageMemory:
-    """What stages of a model need: its parameters with all that is kept for each, saved buffers of blocks, and what autograd saves.
+    """Count the bytes of each part of a model: parameters with all that is kept for each, saved buffers, and activations.
 
     Activations are those of the plan's FLOPs: one row of typical length, or the sample that it was made with. Blocks that
     are recomputed count as if they were not.

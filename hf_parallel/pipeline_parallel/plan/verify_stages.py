@@ -71,7 +71,7 @@ def run_stages(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _as_received(tensor: Tensor) -> Tensor:
-    """What the next stage gets: the values in new memory, outside this stage's graph."""
+    """Copy a tensor as the next stage receives it: the values in new memory, outside this stage's graph."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""What is installed on the blocks of a cut model, and the state of the one call in progress.
+"""Intercepts the blocks of a cut model, and keeps the state of the one call in progress.
 
 One model may carry several stages. A block is skipped, run, or ends the forward depending on which of them is running;
  outside any call (recomputation in a backward) a block that is here runs its genuine forward.
@@ -99,7 +99,7 @@ class Calls:
 
 
 class _Late:
-    """What was put on a block after the cut, hooks and a forward around ours, and all its hooks of the backward pass."""
+    """Hooks, and a forward around ours, that were put on a block after the cut, and all its hooks of the backward pass."""
 
     def __init__(self, block: nn.Module, stages: Collection[int]) -> None:
         self.block, self.stages, self.forward = block, frozenset(stages), vars(block).get("forward")

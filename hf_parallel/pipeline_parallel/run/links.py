@@ -1,4 +1,4 @@
-"""How payloads and gradients get from stage to stage: over a channel to another rank, or by hand on the same one.
+"""Carries payloads and gradients from stage to stage: over a channel to another rank, or by hand on the same one.
 
 The runtime asks for what a stage needs and gives away what it made; where the neighbour stage lives is known here only.
 """
@@ -184,5 +184,5 @@ def neighbour_pairs(placement: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def gradient_specs(payload: Iterable[Tensor]) -> tuple[TensorSpec, ...]:
-    """What comes back for a payload: one gradient for each tensor that requires one."""
+    """Describe what comes back for a payload: one gradient for each tensor that requires one."""
     return tuple(TensorSpec.of(tensor) for tensor in payload if tensor.requires_grad)

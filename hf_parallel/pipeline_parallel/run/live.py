@@ -1,4 +1,4 @@
-"""What an execution of a schedule holds: its inputs, and the microbatches between their forward and their backward."""
+"""State of an execution of a schedule: its inputs, and the microbatches between their forward and their backward."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Live:
 
 @dataclass(slots=True)
 class PhaseState:
-    """What `forward_phase` keeps for `backward_phase`.
+    """State that `forward_phase` leaves for `backward_phase`.
 
     Attributes:
         outputs: On the rank of the last stage the detached output tensors of each microbatch, elsewhere empty.

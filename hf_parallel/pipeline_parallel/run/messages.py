@@ -43,7 +43,7 @@ DTYPES: Final = (  # those that NCCL sends too
 
 @dataclass(slots=True)
 class Counters:
-    """What this rank has sent and received since it was built; a header counts as no message.
+    """Counts what this rank has sent and received since it was built; a header counts as no message.
 
     Attributes:
         headers_sent: Headers sent, one a boundary and signature.

@@ -65,7 +65,7 @@ class Stage(Uncopyable):
 
     @property
     def num_payload_in(self) -> int:
-        """How many tensors a call takes; 0 on the first stage."""
+        """Number of tensors that a call takes from the stage before; 0 on the first stage."""
         return len(self.part.keys_in)
 
     def __call__(self, payload: tuple[Tensor, ...] = (), **inputs: Any) -> Any:

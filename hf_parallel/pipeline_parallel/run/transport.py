@@ -29,7 +29,7 @@ TransportKind: TypeAlias = Literal["auto", "direct", "host"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a receiver must know to post a receive, and whether a gradient goes back for the tensor."""
+    """Description of a tensor for which a receive is posted, and whether a gradient goes back for it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

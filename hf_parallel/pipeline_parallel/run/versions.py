@@ -29,10 +29,10 @@ class FlatBuffer(Protocol):
 
     @property
     def params(self) -> Sequence[nn.Parameter]:
-        """What it holds."""
+        """Its parameters."""
 
     def places(self, flat: Tensor) -> list[Tensor]:
-        """Where the parameters would be in another buffer of its layout."""
+        """Views of another buffer with its layout, one where each parameter would be."""
 
     def move_to(self, flat: Tensor) -> None:
         """Let the parameters have the memory of another buffer of its layout, with the values that they have now."""
@@ -99,7 +99,7 @@ class WeightVersions:
 
     @property
     def written(self) -> list[int]:
-        """How often each parameter was written to, other than by `advance`."""
+        """Count of writes to each parameter, other than by `advance`."""
         return [version_of(parameter) for parameter in self._parameters]
 
     def follow(self) -> None:

@@ -25,7 +25,7 @@ ACTION_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What one stage does with one microbatch; its text is ``2F0``: stage, kind, microbatch.
+    """A pass of one stage over one microbatch; its text is ``2F0``: stage, kind, microbatch.
 
     The kinds are forward ("F"), full backward ("B"), backward for the stage's inputs only ("I") and for its weights
     only ("W"). A microbatch of a stage has either one B, or one I and one W.

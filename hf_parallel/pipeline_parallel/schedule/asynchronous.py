@@ -43,7 +43,7 @@ class Slice:
     send_window: int
 
     def program(self, rank: int) -> Program:
-        """What one rank executes; its stage has the number of the rank."""
+        """The actions of one rank; its stage has the number of the rank."""
         sent = {rank - 1: "F", rank + 1: "B"}  # by each neighbour
         incoming = {
             peer: tuple(action for action in self.schedule[peer] if action.kind == kind)
@@ -124,7 +124,7 @@ def several_steps(name: str, pp_size: int, num_microbatches: int, steps: int) ->
 
 
 def _orders(done: Done, total: int) -> list[list[tuple[Kind, int]]]:
-    """What each rank has left of `total` microbatches, in the order of 1F1B: at most p - r of them live on rank r."""
+    """Order what each rank has left of `total` microbatches as 1F1B does: at most p - r of them live on rank r."""
     orders: list[list[tuple[Kind, int]]] = []
     for rank, (forwards, backwards) in enumerate(done):
         order: list[tuple[Kind, int]] = []
@@ -140,14 +140,14 @@ def _orders(done: Done, total: int) -> list[list[tuple[Kind, int]]]:
 
 
 def _times(done: Done, orders: Sequence[Sequence[tuple[Kind, int]]]) -> tuple[list[list[float]], list[list[float]]]:
-    """When each action starts and ends, of equal stages; what was done before has arrived."""
+    """Simulate equal stages; gives when each action of each rank starts and ends. What was done before has arrived."""
     last = len(done) - 1
     made: list[dict[tuple[Kind, int], float]] = [{} for _ in done]
     starts: list[list[float]] = [[] for _ in done]
     ends: list[list[float]] = [[] for _ in done]
 
     def arrival(rank: int, kind: Kind, index: int) -> float | None:
-        """When what an action needs is there; None if that is not known yet."""
+        """Time at which the input of an action is there; None if that is not known yet."""
         source = rank - 1 if kind == "F" else rank + 1
         if source < 0 or source > last or index < done[source][kind == "B"]:
             return 0.0

@@ -13,7 +13,7 @@ from hf_parallel.pipeline_parallel.schedule.actions import Action, Schedule, sen
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank executes.
+    """The actions of one rank, and the messages that it receives.
 
     Attributes:
         actions: Its actions, in order.

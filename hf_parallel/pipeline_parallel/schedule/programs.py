@@ -23,7 +23,7 @@ Kind: TypeAlias = Literal["training", "forwards", "backwards"]
 
 
 class ScheduleChoice:
-    """What `pipeline.schedule`, `schedule_file` and `stages_per_rank` ask for on `pp_size` ranks.
+    """The schedule that `pipeline.schedule`, `schedule_file` and `stages_per_rank` ask for on `pp_size` ranks.
 
     Attributes:
         stages_of_ranks: Stages of each rank, ascending.

@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, from the stages' costs alone: step time, bubble and live microbatches.
+"""Simulates a schedule from the stages' costs alone: start of each action, step time, bubble and live microbatches.
 
 The planner, the schedule view and the benchmarks all read their predictions from here, so the numbers agree.
 """

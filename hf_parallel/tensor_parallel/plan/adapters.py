@@ -1,4 +1,4 @@
-"""What ranks store of the adapters (LoRA) on sharded linear layers: it follows from the layers that they are on.
+"""Plans the adapters (LoRA) on sharded linear layers: what ranks store of them follows from the layers they are on.
 
 A tuner layer is one linear layer, `x W^T + s (x A^T) B^T`. Where the ranks have the outputs of W, they have those of B and all
 of A; where they have the inputs of W, they have those of A and all of B. What they have all of is used in parts, which the

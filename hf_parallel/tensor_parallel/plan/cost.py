@@ -1,4 +1,4 @@
-"""What a plan costs and saves, from the plan alone: shares of the computation, memory per rank, bytes on the wire."""
+"""Counts the costs and savings of a plan, from the plan alone: shares of compute, memory per rank, bytes on the wire."""
 
 from __future__ import annotations
 

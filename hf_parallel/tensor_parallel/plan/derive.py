@@ -85,7 +85,7 @@ def plan_and_foreign(
     overrides: Mapping[str, Treatment] | None,
     experts: ExpertSharing,
 ) -> tuple[TPPlan, frozenset[str]]:
-    """As `plan_tensor_parallel`, and the parameters that are read while the module that owns them is not running."""
+    """Make the plan of `plan_tensor_parallel`, and list parameters that are read while their owner is not running."""
     if tp_size < 1:
         raise PlanError(f"tp_size={tp_size} is below 1: a model needs at least one rank. Set tp_size to 1 or more.")
     if tp_size == 1:

@@ -53,7 +53,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Influence:
-    """What each part of the row's input depends on.
+    """Dependence of each part of the row's input on parameters and channels.
 
     Args:
         tensors: Parameter or float buffer -> per dim, bool[parts size]: whether the part depends on the position.

@@ -28,7 +28,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class _Moves:
-    """Where the entries of each block go; blocks that are not named go nowhere."""
+    """Targets to which the entries of each block are copied; blocks that are not named go nowhere."""
 
     stacks: tuple[str, ...]
     targets: Mapping[int, Sequence[int]]

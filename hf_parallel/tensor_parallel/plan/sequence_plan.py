@@ -64,7 +64,7 @@ def shard_sequence(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) ->
 
 
 def _read_in(flow: HiddenFlow, name: str) -> tuple[tuple[str, Place], ...]:
-    """What of a block is read outside of it beside its hidden states, by relative names."""
+    """Find what is read outside of a block beside its hidden states, by relative names."""
     prefix = f"{name}."
     return tuple((m.removeprefix(prefix), place) for m, place in flow.read if m.startswith(prefix))
 

@@ -1,4 +1,4 @@
-"""How hidden states flow through the stack of blocks: read from one forward pass of the plain model.
+"""Traces hidden states through the stack of blocks in one forward pass of the plain model.
 
 Blocks may work on parts of the sequence only if no code but the blocks reads the hidden states between them.
 """
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True)
 class HiddenFlow:
-    """Where hidden states are among the arguments and results of each block.
+    """Places of hidden states among the arguments and results of each block.
 
     Args:
         stack: Name of the list of blocks.

@@ -87,7 +87,7 @@ def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[M
 
 
 def _tried(model: nn.Module, sample: Mapping[str, Any], mode: Mode, seed: int = 0) -> list[Tensor] | None:
-    """What a forward pass returns; None if it raises."""
+    """Run a forward pass; gives what it returns, or None if it raises."""
     with undisturbed(model), torch.no_grad():
         for generator in generators_of(model):
             generator.manual_seed(seed)

@@ -223,7 +223,7 @@ def _check_embedding(model: nn.Module, ends: Ends, tp_size: int, foreign: Foreig
 
 
 def _looked_up(module: nn.Embedding, tokens: Tensor, tp_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    """What each rank looks up, and the gradient of its weight."""
+    """Run the embedding as each rank would; gives the outputs, and the gradients of their weights."""
     outputs, grads, start = [], [], 0
     for size in split_sizes(module.num_embeddings, tp_size):
         weight = module.weight.detach()[start : start + size].clone().requires_grad_()

@@ -62,7 +62,7 @@ def _expert_counts(model: nn.Module, owner: str, root: str) -> list[int]:
 
 
 def routing_of(arguments: Arguments, experts: int) -> Routing | None:
-    """Where a module takes hidden states f[... H], indices i[N K] and weights f[N K] of experts."""
+    """Find the arguments of a module that are hidden states f[... H], indices i[N K] and weights f[N K] of experts."""
     args, kwargs = arguments
     given: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
     tensors = {key: value for key, value in given if isinstance(value, Tensor)}

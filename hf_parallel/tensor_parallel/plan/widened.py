@@ -60,7 +60,7 @@ class _Widening:
         )
 
     def _more(self, name: str) -> float:
-        """How many times the products of a module are: those with a weight by its elements, others by their channels."""
+        """Factor by which products of a module grow: by the elements of its weight, or without one by its channels."""
         here, there = (math.prod(each.get(f"{name}.weight", ())) for each in (self._here, self._there))
         if here > 1:
             return there / here

@@ -1,1 +1,1 @@
-"""What sharded layers do at run time: local products, collectives, the vocabulary-parallel loss."""
+"""Runs sharded layers: local products, collectives, the vocabulary-parallel loss."""

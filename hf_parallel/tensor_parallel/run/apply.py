@@ -123,7 +123,7 @@ def _refuse(model: nn.Module, plan: TPPlan, group: TPGroup, held: Iterable[str])
 
 
 def _columns_of(head: LinearPlan, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """Where this rank's columns of the logits begin, and how many the rank with the most of them has."""
+    """First column of this rank in the logits, and the number of columns of the rank with the most."""
     ranges = [head.weight.ranges(tp_size, rank)[0] for rank in range(tp_size)]
     return ranges[tp_rank][0], max(length for _, length in ranges)
 

@@ -191,7 +191,7 @@ class Entered(Protocol):
 
     @property
     def wide(self) -> WideSum | None:
-        """Where its readers add up its gradient, if that is done in fp32."""
+        """The fp32 sum in which readers add up its gradient; None if that is done in its own dtype."""
 
 
 class WideSum:

@@ -103,7 +103,7 @@ class _PutTogether(torch.autograd.Function):
 
 
 def _place(tensor: Tensor) -> Place | None:
-    """Where the memory of a tensor is, and the shape of it; None for one without memory of its own."""
+    """Address and shape of a tensor's memory; None for one without memory of its own."""
     if type(tensor) is DTensor or tensor.layout is not torch.strided:
         return None
     with no_torch_function(), contextlib.suppress(RuntimeError):  # of what `torch.func` wraps
@@ -113,7 +113,7 @@ def _place(tensor: Tensor) -> Place | None:
 
 
 def known_parts(model: nn.Module, **options: Any) -> KnownParts | None:
-    """What is sharded of a model; None if nothing is. Options as of `KnownParts`."""
+    """Collect the sharded tensors of a model; None if there are none. Options as of `KnownParts`."""
     held = [
         (tensor, owned)
         for module in model.modules()

@@ -28,7 +28,7 @@ from hf_parallel.tensor_parallel.run.functions import Entered, SharedCopy, WideS
 
 @dataclass(frozen=True)
 class _Job:
-    """What a product does beside its own.
+    """Work that a product does beside its own.
 
     Args:
         reduces: Sum the gradient of its input over the ranks, for all readers of that input.
@@ -206,7 +206,7 @@ def _parameter_gradients(
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """What autocast computes a product with `x` in; the dtype of `x` without it."""
+    """Dtype in which autocast computes a product with `x`; the dtype of `x` without it."""
     kind = x.device.type
     casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if casts else x.dtype

@@ -109,7 +109,7 @@ class OnParts(TorchFunctionMode):
         return self._on_marked(marked, func, args, kwargs)
 
     def _on_marked(self, kind: type[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
-        """As `_carry_out`, of tensors that refuse what is done here; what is made of them in their shape refuses it again."""
+        """Do what `_carry_out` does for tensors that refuse it here; results of their shape refuse it again."""
         before: dict[int, Tensor] = {}
 
         def bare(leaf: Any) -> Any:
@@ -329,7 +329,7 @@ def _refuse_file(owned: Owned) -> NoReturn:
 
 
 def shard_of(module: nn.Module, key: str, tensor: Tensor) -> Tensor | None:
-    """What a state dict shows of a shard: itself, or inside a loss of the user's, as `model.parameters()` there, the whole.
+    """The tensor that a state dict shows for a shard: itself, or the whole inside a loss of the user's.
 
     Args:
         module: Module that has the shard.

@@ -105,7 +105,7 @@ class SequenceMode:
         return length
 
     def follow(self, hidden: Tensor) -> Callable[[Tensor], None] | None:
-        """What tells this mode about a copy of `hidden` that a recomputed block will get; None if it knows nothing of it."""
+        """Make the function that tells this mode about a recomputed block's copy of `hidden`; None if it is unknown."""
         length = self._remembered.get(hidden.data_ptr())
         if length is None:
             return None

@@ -48,7 +48,7 @@ class LinearState:
 
 @dataclass
 class Use:
-    """How a rank uses a parameter: times `share`, with the gradients of its `whole` sections along `dim` summed."""
+    """Use of a parameter by a rank: times `share`, with the gradients of its `whole` sections along `dim` summed."""
 
     share: float = 1.0
     dim: int = 0

@@ -125,7 +125,7 @@ def labelled(model: nn.Module, forward: Callable[..., Any], *, hides_logits: boo
 
 
 def rows_of(forward: Callable[[Tensor], Tensor], module: nn.Module, tokens: Tensor, start: int, length: int) -> Tensor:
-    """What a rank with rows [start, start + length) of an embedding adds to its output f[... H].
+    """Contribution of a rank with rows [start, start + length) of an embedding to its output f[... H].
 
     Args:
         forward: The embedding's own forward with this rank's weight; it may scale.

@@ -86,7 +86,7 @@ class SharedColumns:
     most: int
 
     def merged(self, top: Tensor, total: Tensor, picked: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """As `tiles.Columns`; one small all-gather, of four numbers a token."""
+        """Merge columns as `tiles.Columns` does, over the ranks; one small all-gather, of four numbers a token."""
         mine = torch.stack([top, total, picked.masked_fill(~held, 0.0), held.to(top.dtype)])  # (4, tokens)
         tops, totals, labels, holders = torch.stack(gather_over(mine, self.group), 1).unbind()  # (tp, tokens) each
         largest = tops.amax(0)

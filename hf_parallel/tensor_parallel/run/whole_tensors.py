@@ -54,7 +54,7 @@ class Scope:
 
 @dataclass
 class Reads:
-    """What the sharded modules of a model have in common; kept as `tp_reads` on the model.
+    """State that the sharded modules of a model share; kept as `tp_reads` on the model.
 
     Args:
         copy: For the group.
@@ -257,7 +257,7 @@ def part_of_gradient(owned: Owned, gradient: Tensor) -> Tensor:
 
 
 class Refused(Tensor):
-    """What stands for a sharded tensor outside of every forward: its metadata, and an error for all else."""
+    """Stand-in for a sharded tensor outside of every forward: its metadata, and an error for all else."""
 
     @staticmethod
     def __new__(cls: type[Refused], owned: Owned, part: Tensor) -> Refused:
