@@ -1,4 +1,4 @@
-"""Who holds up a job: from the last line of every rank to one summary that names the rank and what it does.
+"""Finds out who holds up a job: from the last line of every rank to one summary that names the rank and what it does.
 
 A line is a mapping: `waits` (for other ranks), `text`, `age` in seconds, `awaits` (ranks, None if they are not known), `stack`,
 `measured` (whether steps that were measured say how long that may take), `bound` (seconds, as far as this rank measured).
@@ -113,7 +113,7 @@ def report(
 
 
 def chain(names: Sequence[str], path: Sequence[int], lines: Lines) -> str:
-    """Who is held up by whom, in one sentence, with the stack of the last."""
+    """Say in one sentence who is held up by whom, with the stack of the last."""
     first, *others = path
     text = f"{names[first]} {lines[first]['text']}" if first in lines else names[first]
     for other in others:
@@ -125,7 +125,7 @@ def chain(names: Sequence[str], path: Sequence[int], lines: Lines) -> str:
 
 
 def verb(line: Mapping[str, Any]) -> str:
-    """What a rank does, to follow its name in a sentence."""
+    """Word what a rank does, to follow its name in a sentence."""
     return f"is {line['text']}" if line.get("silent", False) else str(line["text"])
 
 

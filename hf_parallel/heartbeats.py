@@ -1,4 +1,4 @@
-"""What the ranks tell each other of what they do, and what a rank knows of itself and of the processes of its machine."""
+"""Tells the other ranks what this one does, and watches this rank's calls and the processes of its machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENDING_S = 0.5  # in which a process whose connection is lost shows how it ended
 
 
 class Line(NamedTuple):
-    """What a rank does.
+    """Announcement of what a rank does.
 
     Attributes:
         waits: Whether it waits for other ranks.
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
 
 
 class StepTimes:
-    """How long the last steps took, and how long a wait inside a step may last.
+    """Durations of the last steps, from which follows how long a wait inside a step may last.
 
     Args:
         floor_s: Seconds that it may last in any case.
@@ -86,7 +86,7 @@ class StepTimes:
 
 
 def see(line: Line, phase: str, stay: Stay) -> Seen:
-    """What this rank does, with what its stack says if it has done so for a while.
+    """Describe what this rank does, with what its stack says if it has done so for a while.
 
     Args:
         line: What it announced.
@@ -179,7 +179,7 @@ class Heartbeats:
         return found
 
     def ends(self, patience_s: float) -> dict[int, str]:
-        """How processes of other ranks on this machine ended, of those that have; waits so long for the first."""
+        """Ends of processes of other ranks on this machine, by rank; waits up to `patience_s` for the first."""
         deadline = time.monotonic() + patience_s
         who, found = self.processes(), dict[int, str]()
         while who and not found:
@@ -211,7 +211,7 @@ class Excuse:
 
 
 class Stay:
-    """How long this process has stayed in one collective."""
+    """Measures how long this process has stayed in one collective."""
 
     def __init__(self) -> None:
         self._call: object = None

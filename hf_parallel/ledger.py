@@ -171,7 +171,7 @@ def _refuse_others(names: Sequence[str]) -> None:
 
 
 def _state_names(aliases: Sequence[str], found: Sequence[str], state: Collection[str]) -> tuple[str, ...]:
-    """What a state dict calls a tensor under each of its names, given what it calls it at all."""
+    """Names of a tensor in a state dict, one for each of its aliases, given those that were found."""
     other = next((alias for alias in aliases if alias in state and alias not in found), None)
     if other is not None:
         raise UnsupportedError(

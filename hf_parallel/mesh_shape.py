@@ -1,4 +1,4 @@
-"""Where ranks stand: the sizes of the axes dp, pp, sp, tp, and the coordinates of any rank on them; arithmetic only.
+"""Positions of ranks: the sizes of the axes dp, pp, sp, tp, and the coordinates of any rank on them; arithmetic only.
 
 Ranks that share layers or a sequence are neighbours: tp is innermost, then sp. Around these, `dp_inside` replicas of a stage
 follow each other, then the stages, then the other replicas:

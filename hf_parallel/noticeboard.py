@@ -27,7 +27,7 @@ END = "hf_parallel/end"
 
 
 class _Question:
-    """What somebody wants to know, and the answer once it is there."""
+    """Question to the store, and the answer once it is there."""
 
     def __init__(self, kind: str | None) -> None:
         self.kind = kind
@@ -69,7 +69,7 @@ class NoticeBoard:
         self._leave(END, text)
 
     def read(self, kind: str, timeout_s: float = ANSWER_S) -> dict[int, str]:
-        """What each rank has last written, for those that have; nothing if the store does not answer in time."""
+        """Read the last entry of each rank that has written one; nothing if the store does not answer in time."""
         return self._ask(_Question(kind), timeout_s).found
 
     def flush(self, timeout_s: float = ANSWER_S) -> bool:
@@ -77,7 +77,7 @@ class NoticeBoard:
         return self._ask(_Question(None), timeout_s).answered.is_set()
 
     def trouble(self) -> str:
-        """What is wrong with the store, in words; empty if nothing is known to be."""
+        """Describe the trouble with the store; empty if none is known."""
         host = os.environ.get("MASTER_ADDR")
         name = "the store of the job" + (f" on {host}" if host else "")
         since = self._calling_since

@@ -1,4 +1,4 @@
-"""How the axes of a mesh lie on links: what each kind of link carries in a step, and the order of axes that spares the slowest."""
+"""Lays the axes of a mesh on links: counts what each kind carries in a step, and orders axes to spare the slowest."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _size(count: float) -> str:
 
 
 def _order(shape: MeshShape) -> str:
-    """What stands next to each other behind the ranks that share layers, in words: stages or replicas."""
+    """Name what stands next to each other behind the ranks that share layers: stages or replicas."""
     if shape.dp_inside == 1:
         return "the stages of a replica"
     if shape.dp_inside == shape.dp_size:

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a mesh exists: their machines, the links between them, the settings they have read."""
+"""Messages between ranks before a mesh exists: their machines, the links between them, the settings they have read."""
 
 from __future__ import annotations
 

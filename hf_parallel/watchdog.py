@@ -213,7 +213,7 @@ class Watchdog:
             raise RankFailure(self._loss(error)) from error
 
     def _loss(self, error: BaseException) -> str:
-        """Who is gone, as far as is known: a rank that raised has said so, one that died is one of the others."""
+        """Name who is gone, as far as is known: a rank that raised has said so, one that died is one of the others."""
         failed = self._board.read("failed")
         others = [rank for rank in range(len(self._names)) if rank != self._rank]
         said = {rank: text.removesuffix(".") for rank, text in failed.items()}

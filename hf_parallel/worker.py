@@ -1,4 +1,4 @@
-"""What a launched process must do before `TrainingArguments` or `Accelerator` exist."""
+"""Prepares a launched process before `TrainingArguments` or `Accelerator` exist."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class HostCopy:
 
     @property
     def host(self) -> Tensor:
-        """Where the values are."""
+        """The copy in host memory."""
         return self._host
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpointed group keeps of the arguments of its blocks: containers of its own, and stand-ins for tensors."""
+"""Keeps the arguments of a checkpointed group's blocks: containers of its own, and stand-ins for tensors."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def groups_for(bounds: Sequence[int], every: int, mode: Mode, plan: PipelinePlan
 
 
 class Recomputation(Uncopyable):
-    """What `recompute_blocks` installed.
+    """Checkpointing that `recompute_blocks` installed.
 
     Attributes:
         groups: the checkpointed groups.

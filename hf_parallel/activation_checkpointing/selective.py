@@ -26,7 +26,7 @@ ATTENTION = ("scaled_dot_product", "flash_att")  # parts of the names of kernels
 
 
 class KeptResults:
-    """What the second run of one forward takes over from the first.
+    """Results of one forward that its second run takes over from the first.
 
     Args:
         every: Number of matrix products, in the order in which they run, of which the first is kept; 1 keeps all.

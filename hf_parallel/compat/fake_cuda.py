@@ -186,7 +186,7 @@ class _Event:
 
 
 def _stubs(on_sync: Callable[[str], None]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """What to replace, and by what."""
+    """Yield (module or class, name -> stub) of what is replaced."""
     cuda = torch.cuda
 
     def waits(name: str) -> Callable[..., None]:

@@ -98,7 +98,7 @@ def mark_prepared(item: Any) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What an Accelerator keeps of the objects of a loop: its own lists, in the order in which they were prepared.
+    """The lists in which an Accelerator keeps the objects of a loop, in the order in which they were prepared.
 
     Args:
         models: The models.
@@ -120,7 +120,7 @@ class Prepared:
 
 
 def prepared_by(accelerator: Accelerator) -> Prepared:
-    """What was prepared by, and registered with, an Accelerator.
+    """Collect what was prepared by, and registered with, an Accelerator.
 
     Raises:
         UnsupportedError: This accelerate keeps it elsewhere.

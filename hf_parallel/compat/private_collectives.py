@@ -96,7 +96,7 @@ def record_collectives(environment: MutableMapping[str, str]) -> None:
 
 
 def record_prefix(environment: Mapping[str, str]) -> str | None:
-    """What the files with recorded collectives begin with, followed by the rank; None if nothing is recorded."""
+    """Path, without the rank at its end, of the files with recorded collectives; None if nothing is recorded."""
     if not any(environment.get(name, "0") not in ("", "0") for name in RECORD_SIZES):
         return None
     chosen = (environment.get(name) for name in RECORD_FILES)

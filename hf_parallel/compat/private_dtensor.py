@@ -245,7 +245,7 @@ def _with_plain(handlers: dict[Any, Any]) -> Callable[..., Any]:
 
 
 def stock_result(handlers: dict[Any, Any], func: Any, args: Any, kwargs: Any) -> Any:
-    """What torch itself makes of it."""
+    """Call `func` as torch itself would, without our handler."""
     handler = handlers.pop(func, None)  # None in another thread's call
     try:
         return func(*args, **kwargs)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def loss_scale(scaler: Any) -> Tensor:
-    """What an fp16 loss scaler multiplies losses with now, without waiting for the device.
+    """Factor by which an fp16 loss scaler multiplies losses now; does not wait for the device.
 
     Raises:
         UnsupportedError: This torch keeps it elsewhere.
@@ -44,7 +44,7 @@ def is_of_loss_scaler(step: Any) -> bool:
 
 
 def steps_counted(scheduler: Any) -> int:
-    """How often a learning rate scheduler was stepped, the step of its constructor included."""
+    """Number of steps of a learning rate scheduler, the one of its constructor included."""
     return int(scheduler._step_count)
 
 

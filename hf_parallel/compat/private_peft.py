@@ -46,7 +46,7 @@ def is_mixed(model: nn.Module) -> bool:
 
 
 def trained_copy(module: Any) -> Any:
-    """What runs in the place of a module of `modules_to_save`; any other module itself."""
+    """The module that runs in the place of a module of `modules_to_save`; any other module itself."""
     peft: Any = sys.modules.get("peft.utils.other")
     if peft is None or not isinstance(module, peft.ModulesToSaveWrapper) or not module.active_adapters:
         return module

@@ -24,7 +24,7 @@ WRITERS = ("torch.", "safetensors.", "accelerate.", "pickle.", "contextlib.")
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to, through any view of its memory; -1 where torch does not count."""
+    """Number of writes to a tensor through any view of its memory; -1 where torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -50,7 +50,7 @@ def has_pre_hooks(module: nn.Module) -> bool:
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
-    """What `register_forward_hook` was given, by the ids of their handles, in the order in which they run."""
+    """Hooks of `register_forward_hook` by the ids of their handles, in the order in which they run."""
     return module._forward_hooks
 
 
@@ -190,7 +190,7 @@ def gives_gradients_away(parameters: Iterable[Tensor]) -> bool:
 
 
 def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
-    """What `parameter.register_hook` was given, by the ids of their handles; changing it changes what runs."""
+    """Hooks of `parameter.register_hook` by the ids of their handles; changing the dict changes what runs."""
     found: dict[int, Any] | None = parameter._backward_hooks
     return found if found is not None else {}
 

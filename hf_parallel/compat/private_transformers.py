@@ -354,7 +354,7 @@ def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iter
 
 
 def weight_transforms(model: PreTrainedModel) -> list[WeightTransform] | None:
-    """What transformers did to the tensors of a checkpoint when it loaded `model`, or would do; None: nothing.
+    """Conversions of a checkpoint's tensors that transformers did when it loaded `model`, or would do; None without any.
 
     Source: transformers 5.23, `core_model_loading.revert_weight_conversion`.
     """

@@ -14,7 +14,7 @@ SUPPORTED = {"torch": ">=2.11", "transformers": ">=5.22,<5.25", "accelerate": ">
 
 
 def wanted(package: str) -> str:
-    """What to install: "transformers>=5.22,<5.25"."""
+    """Requirement to install, such as "transformers>=5.22,<5.25"."""
     return f"{package}{SUPPORTED[package]}"
 
 

@@ -120,7 +120,7 @@ def without_shared_memory() -> None:
 
 
 def start_of_launch() -> float:
-    """When the process that started this one was started, in seconds since the epoch."""
+    """Time at which the process that started this one was started, in seconds since the epoch."""
     import psutil
 
     return float(psutil.Process(os.getppid()).create_time())

@@ -1,4 +1,4 @@
-"""What is wrong with DeepSpeed settings: those inside an accelerate file, and those of a DeepSpeed JSON file.
+"""Finds problems of DeepSpeed settings: those inside an accelerate file, and those of a DeepSpeed JSON file.
 
 A problem is one line that begins with its key path. Source of the rules: accelerate 1.15 passes on a few keys and
 drops the rest; DeepSpeed 0.19.8 was asked what it accepts.
@@ -104,7 +104,7 @@ def inline_problems(block: Mapping[str, Any], mixed_precision: object, keys: Zer
 
 
 def inline_warnings(block: Mapping[str, Any]) -> Iterator[str]:
-    """What may fail in the `deepspeed_config` section of an accelerate file."""
+    """Warn of what may fail in the `deepspeed_config` section of an accelerate file."""
     if "deepspeed_config_file" in block:
         return
     for key, argument in (("gradient_accumulation_steps", "the same"), ("gradient_clipping", "max_grad_norm")):
@@ -228,7 +228,7 @@ def batch_problems(
 
 
 def json_warnings(config: Mapping[str, Any], keys: ZeroKeys | None, gpu_bytes: float | None) -> Iterator[str]:
-    """What may fail or surprise in a DeepSpeed JSON file."""
+    """Warn of what may fail or surprise in a DeepSpeed JSON file."""
     for path, value in leaves(config):
         if value == "auto" and path not in FILLED:
             yield f"{path}='auto': the Trainer does not fill this one in. Write a value or remove it."

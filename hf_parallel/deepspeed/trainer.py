@@ -120,7 +120,7 @@ def num_parameters(trainer: Trainer) -> int:
 
 
 def check_engine(trainer: Trainer, config: HFParallelConfig) -> str:
-    """What DeepSpeed runs with, in a line, once the model is prepared.
+    """Check that DeepSpeed trains the prepared model, and describe in a line how.
 
     Raises:
         ConfigError: The engine that runs is not the one that was asked for.

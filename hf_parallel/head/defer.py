@@ -71,7 +71,7 @@ def _deferred_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast computes a product with `x` in; None without it."""
+    """Dtype in which autocast computes a product with `x`; None without it."""
     kind = x.device.type
     casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if casts else None

@@ -1,4 +1,4 @@
-"""How many tokens a loss without logits works on at a time. Pure: memory is counted with it where there is no torch."""
+"""Chooses how many tokens a loss without logits works on at a time. Pure, because memory is estimated with it."""
 
 from __future__ import annotations
 

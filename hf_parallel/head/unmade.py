@@ -71,7 +71,7 @@ WATCHES = frozenset({"register_hook", "retain_grad", "register_post_accumulate_g
 
 @dataclass
 class Reads:
-    """How the logits of one forward were used: in tiles, or made.
+    """Counts how the logits of one forward were used: in tiles, or made.
 
     Args:
         tiled: Losses that were computed in tiles.
@@ -90,7 +90,7 @@ class Reads:
 
 @dataclass
 class Recipe:
-    """How the logits of a tensor without memory are made.
+    """Makes the logits of a tensor without memory when they are needed.
 
     Args:
         hidden: f[... H].

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, cores, RAM, disk, networks, and what an earlier run left behind."""
+"""Facts about this machine: GPUs, cores, RAM, disk, networks, and leavings of an earlier run."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def free_gpu_bytes(count: int) -> list[int]:
 
 
 def nvml_links() -> list[str] | None:
-    """How each GPU is connected, as its driver says; None without pynvml or a driver."""
+    """Connection of each GPU, as its driver says; None without pynvml or a driver."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
@@ -147,7 +147,7 @@ def _is_loopback(name: str, addresses: Sequence[Any]) -> bool:
 
 
 def host_address() -> str | None:
-    """What this machine's own name resolves to; None if it does not."""
+    """Address that this machine's own name resolves to; None if it does not."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

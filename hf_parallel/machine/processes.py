@@ -17,7 +17,7 @@ def host_identity() -> tuple[str | None, str | None]:
 
 
 def birth_of(pid: int) -> int | None:
-    """When a process was started, in clock ticks of the machine; None if there is none or /proc does not say."""
+    """Time at which a process was started, in clock ticks of the machine; None if there is none or /proc does not say."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return int(status.rpartition(")")[2].split()[19])
@@ -32,7 +32,7 @@ def identity_of(pid: int) -> str | None:
 
 
 def state_of(pid: int, birth: int | None) -> str:
-    """What became of a process of this machine, in words: "" while it runs, else "stopped" or "ended", with how if it is known.
+    """State of a process of this machine: "" while it runs, else "stopped" or "ended", with how if it is known.
 
     Args:
         pid: Its number.

@@ -1,4 +1,4 @@
-"""How much host memory this process may take: what the machine has free, and what the groups it was put into allow."""
+"""Finds out how much host memory this process may take: what the machine has free, and what its cgroups allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the main thread of this process is, and what that means in words: loads data, saves, evaluates, compiles.
+"""Tells from the main thread's stack, in words, what this process does: loads data, saves, evaluates, compiles.
 
 Stacks are written by `faulthandler`, which walks them in one go: following `f_back` of a thread that goes on meanwhile may read
 freed memory (CPython 3.11).
@@ -36,7 +36,7 @@ class Frame(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What a process does, and whether steps that were measured say how long that may take."""
+    """Activity of a process, and whether the measured steps say how long that may take."""
 
     text: str
     is_measured: bool

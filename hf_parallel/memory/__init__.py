@@ -1,1 +1,1 @@
-"""What a run needs of a GPU and of the RAM, term by term."""
+"""Estimates the memory of a run, on a GPU and in RAM, term by term."""

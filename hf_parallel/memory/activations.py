@@ -1,4 +1,4 @@
-"""What blocks, embedding and loss take on each rank of a pipeline: recorded, traced or counted, under recomputation."""
+"""Memory of blocks, embedding and loss on each rank of a pipeline: recorded, traced or counted, under recomputation."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def stage_parts(
 
 
 def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages: Stages) -> Parts:
-    """What a microbatch takes in each part of the model, with the head and the loss of the layout."""
+    """Bytes that a microbatch takes in each part of the model, with the head and the loss of the layout."""
     # What is gathered is in the precision that computes, and gradients are sent at once.
     gathers = layout.engine == "fsdp2" and layout.stage > 0
     parts = recorded.parts(

@@ -1,4 +1,4 @@
-"""How many blocks each stage of a pipeline will have, from sizes of the model alone.
+"""Foresees the number of blocks on each stage of a pipeline, from sizes of the model alone.
 
 The cut of a run weighs what its forward does (`pipeline_parallel.plan.costs`); this foresees it where there is no model yet.
 """
@@ -48,7 +48,7 @@ def _even(blocks: int, stages: int) -> list[int]:
 
 
 def _tail_in_blocks(shape: ModelShape, layout: Layout) -> float:
-    """What head and loss cost a training step, in blocks."""
+    """Cost of head and loss in a training step, as a number of blocks."""
     attention = 4.0 * shape.heads * shape.head_dim * LENGTH
     wide = shape.heads * shape.head_dim + shape.kv_heads * shape.head_dim + 2 * shape.hidden + shape.intermediate
     block = 2.0 * shape.block + attention + FLOPS_PER_BYTE * BLOCK_BYTES * wide

@@ -1,4 +1,4 @@
-"""What offload to files needs of a disk, and whether it is there."""
+"""Counts the disk space that offload to files needs, and checks that it is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs of a GPU and of a node's RAM, term by term, before anything is started.
+"""Estimates the memory of a run on a GPU and in a node's RAM, term by term, before anything is started.
 
 Pure arithmetic: no torch, no model, only numbers of it. Nothing here is a measurement of a GPU: terms say what they
 leave out, and `OVERHEAD` is from experience.

@@ -11,7 +11,7 @@ NAMES = ("decoder_layers", "num_decoder_layers", "num_blocks")
 
 
 def number_of_blocks(config: Any) -> int | None:
-    """How many blocks a config's decoder has; None if it does not say."""
+    """Number of blocks of a config's decoder; None if it does not say."""
     text = config.get_text_config()
     found: int | None = getattr(text, _names(text)[0], None)
     return found

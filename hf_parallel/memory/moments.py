@@ -141,7 +141,7 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
 
 @dataclass(frozen=True)
 class StageParts:
-    """What a microbatch of one stage takes, by part.
+    """Bytes that a microbatch of one stage takes, by part.
 
     Attributes:
         kept: Bytes from its forward to its backward, of the loss left out.

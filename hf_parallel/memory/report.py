@@ -53,7 +53,7 @@ def shortages(memory: Memory, gpu_bytes: float | None, host_bytes: float | None)
 
 
 def tight(memory: Memory, gpu_bytes: float | None, host_bytes: float | None) -> list[str]:
-    """What may not fit: overhead on the GPU, pinned rounding and loading in RAM."""
+    """Warn of what may not fit: overhead on the GPU, pinned rounding and loading in RAM."""
     found = []
     certain = memory.gpu_bytes - memory.gpu.get(OVERHEAD, 0.0)
     if gpu_bytes is not None and certain <= gpu_bytes < memory.gpu_bytes:

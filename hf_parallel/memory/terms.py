@@ -22,7 +22,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """What autograd keeps of one block for each token, as traced in one precision.
+    """Bytes that autograd keeps of one block for each token, as traced in one precision.
 
     Args:
         shared: Bytes that every tensor-parallel rank keeps (of the width of the residual stream).
@@ -109,7 +109,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks share parameters, gradients and optimizer states, and in which memory these lie.
+    """Division of parameters, gradients and optimizer states among ranks, and the memory in which they lie.
 
     Args:
         num_processes: Processes of the run; a multiple of tp_size * pp_size * sp_size.

@@ -213,7 +213,7 @@ def kinds_of_blocks(model: nn.Module, record: Record) -> list[Kind] | None:
 
 
 def _settings(block: nn.Module) -> Kind:
-    """What is set on a block and its modules."""
+    """Collect the settings of a block and its modules, by which blocks that run alike are told."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
     attributes = [(p, name, v) for p, module in block.named_modules() for name, v in sorted(vars(module).items())]
     numbers = tuple((path, name, value) for path, name, value in attributes if isinstance(value, (float, bool)))

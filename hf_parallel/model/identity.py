@@ -1,4 +1,4 @@
-"""What decides how a model runs, in one number: its code as it is loaded, its settings, its tensors' shapes.
+"""Digests all that decides how a model runs into one number: its code as it is loaded, its settings, its tensors' shapes.
 
 For remembering what was found out about a model from one start to the next. Where anything is met that is not known to be
 plain data or code of torch and transformers, there is no number, and nothing is remembered.
@@ -145,7 +145,7 @@ def _of_tensors(model: nn.Module) -> Iterator[str]:
 
 
 def _home(value: Any) -> str:
-    """Where code is from, and its name; a decorated function may carry the name of another."""
+    """Module and name of code; a decorated function may carry the name of another."""
     inner = getattr(value, "__func__", value)
     own = inner.__globals__.get("__name__") if isinstance(inner, types.FunctionType) else None
     module = own or getattr(inner, "__module__", None) or "builtins"
@@ -280,7 +280,7 @@ class _Code:
                     self._lines[f"{holder.__name__}.{name} {self._global(value, strict=strict)}"] = None
 
     def _global(self, value: Any, *, strict: bool = True) -> str:
-        """What a name in code stands for.
+        """Describe the object that a name in code stands for.
 
         Raises:
             UnknownError: With `strict`, code that is not shipped. Other parts of transformers load all kinds of packages.

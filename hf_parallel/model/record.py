@@ -59,7 +59,7 @@ class HookedCall:
 
 @dataclasses.dataclass
 class BlockTrace:
-    """What one block returned, wrote into its arguments, and showed to hooks; tensors as storage numbers."""
+    """Values that one block returned, wrote into its arguments, and showed to hooks; tensors as storage numbers."""
 
     returned: Template
     return_tensors: tuple[tuple[Path, int], ...]
@@ -297,7 +297,7 @@ def _is_table(module: nn.Module) -> bool:
 
 
 def _zero_kind(module: nn.Module, args: Any, out: Any) -> str | None:
-    """How the shape of the output follows from the input's: "rows" (look-up), "features" (projection), or unknown."""
+    """Relation of the output's shape to the input's: "rows" (look-up), "features" (projection), or None if unknown."""
     if len(args) < 1 or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
         return None
     given, weight = args[0], own_parameters(module)["weight"]

@@ -1,4 +1,4 @@
-"""What ops on `meta` give: for arguments of the same shapes, tensors of the same shapes again.
+"""Remembers the results of ops on `meta`: arguments of the same shapes give tensors of the same shapes again.
 
 The kernels of `meta` are Python (torch 2.13): one of a multiplication takes as long as a small matrix product, and a model calls the
 same few in each of its blocks, for each sample that a plan is made with.

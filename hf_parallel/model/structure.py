@@ -26,7 +26,7 @@ CALLABLES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, ty
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Where a tensor was; `source` is the argument it was, if the block returned an argument unchanged."""
+    """Place of a tensor; `source` is the argument it was, if the block returned an argument unchanged."""
 
     dtype: torch.dtype
     source: Path | None

@@ -147,7 +147,7 @@ def _is_plain(name: str) -> bool:
 
 
 class _Before:
-    """What a module had beside what torch keeps there.
+    """Attributes that a module had beside those that torch keeps there.
 
     Args:
         module: The module.
@@ -181,7 +181,7 @@ class _Before:
 
 
 class _Kept:
-    """What containers, objects of user code and tensors hold."""
+    """Copies of the content of containers, objects of user code and tensors."""
 
     def __init__(self, seen: set[int]) -> None:
         self._seen = seen

@@ -1,1 +1,1 @@
-"""What a rank does in each step and when: recorded while it trains, summed up afterwards."""
+"""Records what a rank does in each step and when, and sums it up afterwards."""

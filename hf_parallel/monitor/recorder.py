@@ -1,4 +1,4 @@
-"""When a rank does what, step by step: actions of the schedule, waits, reductions, the optimizer, the data loader.
+"""Records when a rank does what, step by step: actions of the schedule, waits, reductions, the optimizer, the data loader.
 
 On a CPU a moment is a number of the clock. On CUDA it is an event on the stream that computes, so what is measured is the
 device's time, and no step waits for the device: events are read after they have passed, one or more steps later.

@@ -1,4 +1,4 @@
-"""What the spans of steps add up to: seconds of every stage, of waits by cause, and how much of a step a rank computes."""
+"""Sums up the spans of steps: seconds of every stage, of waits by cause, and the share of a step that a rank computes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the records of all ranks say: metrics, slow ranks, a trace, a page; beside what was planned."""
+"""Evaluates the records of all ranks, beside what was planned: metrics, slow ranks, a trace, a page."""

@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As plain text."""
+        """The figure as plain text."""
         return f"{self.value} ({self.beside})" if self.beside else self.value
 
 

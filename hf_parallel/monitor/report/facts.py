@@ -1,4 +1,4 @@
-"""What a rank knows of itself beside its records: FLOPs of a token, the peak of its device, bytes sent, memory."""
+"""Facts of a rank for its report beside its records: FLOPs of a token, the peak of its device, bytes sent, memory."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Monitor:
         )
 
     def _gather(self, told: Told, sums: Sums) -> torch.Tensor:
-        """What every rank tells, f[world, numbers]; on its way on a GPU."""
+        """Gather what every rank tells, f[world, numbers]; on a GPU it is still on its way."""
         most = max(map(len, self.choice.stages_of_ranks))
         values = encoded(told, sums, self._stages(self._mesh.rank), most)
         mine = torch.tensor(values, dtype=torch.float64).to(self._device)

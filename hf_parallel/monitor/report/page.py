@@ -115,7 +115,7 @@ def _drawn(records: Sequence[StepRecord | None], offsets: Sequence[Offset]) -> I
 
 
 def _origin(records: Sequence[StepRecord | None], offsets: Sequence[Offset]) -> float:
-    """When the first thing that is drawn began, on rank 0's clock."""
+    """Time, on rank 0's clock, at which the first drawn span began."""
     starts = [
         span.start - away for _, span, away in _drawn(records, offsets) if span.kind in COMPUTED or span.kind in SHOWN
     ]

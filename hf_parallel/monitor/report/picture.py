@@ -103,7 +103,7 @@ def drawing(height: float, inside: str) -> str:
 
 
 def legend(keys: Mapping[str, str]) -> str:
-    """What each color means; a color and its word stay in one line."""
+    """Explain the colors; a color and its word stay in one line."""
     entries = (
         f"<span class='entry'><span class='key' style='background:{color}'></span>{text}</span>"
         for text, color in keys.items()

@@ -1,4 +1,4 @@
-"""What the planner says of 1 and more ranks of the kind that a run was on, beside what the run reached."""
+"""Compares what a run reached with the planner's prediction for 1 and more ranks of its kind."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _ratio(own: float, others: Sequence[float]) -> float:
 
 
 def words(slow: Slow, shape: MeshShape, seconds: Sequence[float]) -> str:
-    """What to say of a slow rank."""
+    """Describe a slow rank in a sentence."""
     name, own = shape.describe(slow.rank), f"{seconds[slow.rank]:.3g} s a step"
     if slow.by_plan:
         return (

@@ -1,4 +1,4 @@
-"""What each rank tells the others about its last steps: one short vector, in one collective."""
+"""Encodes what each rank tells the others about its last steps: one short vector, in one collective."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def encoded(told: Told, sums: Sums, stages: Sequence[int], most: int) -> list[fl
 
 
 def decoded(values: Sequence[float], stages: Sequence[int]) -> tuple[Told, Mapping[int, Stage]]:
-    """What `encoded` made into numbers; `stages` are those of the rank that told it."""
+    """Undo `encoded`; `stages` are those of the rank that told the numbers."""
     of_stages = {
         stage: Stage(*values[WIDTH + OF_STAGE * place : WIDTH + OF_STAGE * (place + 1)])
         for place, stage in enumerate(stages)

@@ -20,7 +20,7 @@ LANES: Final = ("computes", "waits", "sends", "reduces", "data and updates")
 
 @dataclass(frozen=True)
 class Offset:
-    """How a rank's clock stands to rank 0's.
+    """Difference of a rank's clock from rank 0's.
 
     Attributes:
         seconds: To be subtracted from its times.
