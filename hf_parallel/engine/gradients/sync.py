@@ -7,8 +7,7 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from torch import nn
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.fsdp_parts import local_of
-from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients.changed_parts import ChangedParts
@@ -33,6 +31,7 @@ from hf_parallel.engine.gradients.optimizer_rules import (
 )
 from hf_parallel.engine.gradients.optimizer_states import OptimizerStates
 from hf_parallel.engine.gradients.told import ToldOverParts
+from hf_parallel.engine.gradients.trained_buckets import TrainedBuckets
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.arrivals import Arrivals
 from hf_parallel.guards.gradients.hooks import HookGuard
@@ -42,7 +41,6 @@ from hf_parallel.guards.optimizers.crossing import keeps_by_place
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
 from hf_parallel.guards.weights.exchanged import WeightGuard
-from hf_parallel.guards.weights.trained import SameChange
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.monitor.recorder import Recorder
@@ -65,6 +63,7 @@ class GradientSync:
         states: What user code sees of the optimizers' states.
         in_window: Whether the last backward pass was not the last of its step.
         given_away: Whether the last backward pass was `torch.autograd.grad`, which leaves no gradients here.
+        buckets: The buckets in which gradients are reduced.
         total_norm: Norm of the full model's gradient, whatever is shown of it.
         before_write: Called when an optimizer is about to write to the parameters.
     """
@@ -98,25 +97,15 @@ class GradientSync:
         self.states = OptimizerStates(ledger, self._parameters, self.replicas)
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
         self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
-        self._same_change = SameChange(mesh, settings.waiting)
         self._copies: SettingsOfCopies | None = None
         if self._parameters and not (partitions or settings.sharded is not None or settings.local_sgd.sync_every > 1):
             self._copies = SettingsOfCopies(mesh, self.settings, next(iter(self._parameters.values())).device)
         self.replicas.before_reading += [self.states.settle, self._parts.judge, self.told.settle]
         if self._copies is not None:
             self.replicas.before_reading.append(self._copies.settle)
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """Fix the buckets for the parameters that are trained now."""
-        self._trained = self._now_trained()
-        self._shared = []
-        for holders, group in self.groups.items():
-            named = [(n, p) for n, p in self._parameters.items() if self._ledger.entries[n].holders == holders]
-            self._shared.append(GradientReducer(named, group))
-
-    def _now_trained(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters.values()]
+        self.buckets = TrainedBuckets(
+            *(ledger, self._parameters, mesh), groups=self.groups, replicas=self.replicas, waiting=settings.waiting
+        )
 
     def begin_forward(self) -> None:
         """A training forward pass begins: hooks on parameters run in its backward pass.
@@ -128,7 +117,7 @@ class GradientSync:
             self._weights.check()
         self.hooks.check()
         if self.replicas.sharded is not None:
-            self.follow_freezing()  # before messages of which `fully_shard` would send others
+            self.buckets.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
 
     def refuse_replaced(self) -> None:
@@ -195,14 +184,14 @@ class GradientSync:
             factor: What `reduce` or `accumulate` will be given after it; None if that is not known yet.
             last: Whether it is the last of its step.
         """
-        if self._trained == self._now_trained() and not self.arrivals.has_assigned:
+        if self.buckets.are_current and not self.arrivals.has_assigned:
             self.replicas.arm(factor, last=last)
 
     def accumulate(self, factor: float) -> None:
         """After a backward pass that is not the last of its step."""
         self.in_window = True
         if self.replicas.reduces_every_backward:
-            self._reduce_shared()
+            self.buckets.sum_over_stages()
             self.replicas.accumulate(factor)
             if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
                 self.shown.show()
@@ -226,11 +215,11 @@ class GradientSync:
             UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
         """
         self.in_window = False
-        with self._trained_so_far():
+        with self.buckets.trained_so_far():
             if self._mesh.shape.num_copies > 1 and self.arrivals.has_assigned and factor != 0.0:
                 with torch.no_grad():
                     self.arrivals.join(self._num_holders, factor)
-            self._reduce_shared()
+            self.buckets.sum_over_stages()
             self.replicas.reduce(factor)
         self.total_norm.scale_foreseen(factor)
         zero, sharded = self.replicas.zero, self.replicas.sharded
@@ -242,44 +231,6 @@ class GradientSync:
         else:
             self.shown.show()
 
-    @contextmanager
-    def _trained_so_far(self) -> Iterator[None]:
-        """Inside, what was frozen since the buckets were fixed is trained: earlier batches of the step may have given it gradients."""
-        now = self._now_trained()
-        if now == self._trained:
-            yield
-            return
-        parameters = zip(self._parameters.values(), self._trained, now, strict=True)
-        late = [parameter for parameter, was_trained, is_trained in parameters if was_trained and not is_trained]
-        late = late if self.replicas.sharded is None else []  # which refuses it
-        for parameter in late:
-            parameter.requires_grad_(True)
-        try:
-            self.follow_freezing()
-            yield
-        finally:
-            for parameter in late:
-                parameter.requires_grad_(False)
-        self.follow_freezing()
-
-    def follow_freezing(self) -> None:
-        """Fix the buckets anew if parameters were frozen or unfrozen since, alike on the ranks that hold them.
-
-        Raises:
-            UnsupportedError: As for `reduce`.
-        """
-        if self._trained == self._now_trained():
-            return
-        now = zip(self._parameters, self._trained, self._now_trained(), strict=True)
-        changed = [(name, is_trained) for name, was_trained, is_trained in now if was_trained != is_trained]
-        if self.replicas.zero is None and self.replicas.sharded is None:  # else a norm tells, or it is refused
-            self._same_change.meet(changed)
-        self.replicas.relay(
-            [name for name, is_trained in changed if not is_trained],
-            [name for name, is_trained in changed if is_trained],
-        )
-        self._lay_out()
-
     def _power_of_parts(self) -> torch.Tensor:
         return self.total_norm.power_of(
             [local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0
@@ -289,18 +240,6 @@ class GradientSync:
     def recorder(self) -> Recorder:
         """Records when this rank does what."""
         return self.replicas.recorder
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of gradients that this rank handed to sums over stages so far."""
-        return sum(reducer.counters.bytes for reducer in self._shared)
-
-    def _reduce_shared(self) -> None:
-        if not self._shared:
-            return
-        with self.recorder.span("shared"):
-            for reducer in self._shared:
-                reducer.reduce(1.0)
 
     def norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the full model's gradient (0-d, float32), equal on every rank of a model copy.

@@ -81,5 +81,5 @@ class CallersBackward:
         for parameter in frozen if not keeps else ():
             parameter.grad = None
         if frozen and not keeps:
-            self._gradients.follow_freezing()
+            self._gradients.buckets.follow_freezing()
         return {id(parameter) for parameter in frozen}

@@ -73,7 +73,7 @@ def sent_bytes(engine: Engine) -> dict[Axis, float]:
     """Bytes that this rank has handed to collectives and messages so far."""
     found: dict[Axis, float] = {
         "dp": float(engine.gradients.replicas.sent_bytes),
-        "pp": float(engine.gradients.shared_bytes),
+        "pp": float(engine.gradients.buckets.shared_bytes),
         **{axis: float(engine.recorder.sent[axis]) for axis in ("tp", "sp", "ep")},
     }
     if isinstance(engine, PipelineEngine):
