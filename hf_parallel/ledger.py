@@ -97,6 +97,10 @@ class Ledger:
         """Entries that `pp_rank` keeps, in module order."""
         return [entry for entry in self if pp_rank in entry.holders]
 
+    def on_all(self, pp_size: int) -> frozenset[str]:
+        """Names of the entries that all pipeline ranks keep."""
+        return frozenset(entry.name for entry in self if len(entry.holders) == pp_size)
+
     def shared_holders(self) -> list[tuple[int, ...]]:
         """Distinct sets of pipeline ranks that hold a parameter together, sorted: each needs a gradient sum."""
         return sorted({entry.holders for entry in self if entry.kind == "param" and len(entry.holders) > 1})

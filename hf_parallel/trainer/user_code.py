@@ -46,7 +46,7 @@ class UserCode:
             stages = OnStages(
                 *(engine.attachment.parameters, engine.mesh.shape.pp_size),
                 resting=lambda: engine.is_running,
-                everywhere=engine.everywhere,
+                everywhere=engine.attachment.ledger.on_all(engine.mesh.shape.pp_size),
             )
             engine.watching, options["gathered"] = stages.modes, stages.follow
         known = known_parts(model, **options)

@@ -85,6 +85,11 @@ class Attachment:
         found = {name: table.get(key) for name, (table, key) in self.places.items()}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
+    def common_weights(self) -> CommonWeights:
+        """Digests of the weights that other ranks hold too; one object for each comparison."""
+        replicas = self.gradients.replicas
+        return CommonWeights(self.ledger, self.parameters, self.mesh, lambda: replicas.arriving)
+
     def to_gather(self) -> dict[str, torch.Tensor]:
         """Ledger name -> this rank's weight or buffer, which is gathered next; replicas that train by themselves become equal first.
 
@@ -121,10 +126,6 @@ class Engine:
         self.part_hooks = PartHooks(attachment.model, {})
         self.recorder = attachment.recorder
         self.expected = Expected()
-
-    def _common_weights(self, attachment: Attachment) -> CommonWeights:
-        replicas = attachment.gradients.replicas
-        return CommonWeights(attachment.ledger, attachment.parameters, attachment.mesh, lambda: replicas.arriving)
 
     @property
     def ends_step(self) -> bool:
@@ -268,7 +269,7 @@ class DirectEngine(Engine):
         self._begun = self.recorder.mark()  # when the backward pass of the last one did
         attachment.gradients.replicas.before_reading.append(self._backwards.settle)
         attachment.gradients.replicas.noticed = self.end_pass_later  # of a loss that reads parameters past the model
-        common, random = self._common_weights(attachment), attachment.random_check
+        common, random = attachment.common_weights(), attachment.random_check
         leave = attachment.watchdog.leaves_others
         settings = attachment.gradients.settings
         self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random, settings, leave)

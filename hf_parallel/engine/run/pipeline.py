@@ -24,28 +24,22 @@ import torch.distributed as dist
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.run.ahead import Ahead
 from hf_parallel.engine.run.autograd_nodes import loss_node
-from hf_parallel.engine.run.callers_backward import CallersBackward
 from hf_parallel.engine.run.direct import Attachment, Engine
 from hf_parallel.engine.run.last_stage import LastStage, logits_in
 from hf_parallel.engine.run.microbatch_loss import LossFunction, MicrobatchLoss, Share
 from hf_parallel.engine.run.other_outputs import Caught
+from hf_parallel.engine.run.pipeline_guards import PipelineGuards
 from hf_parallel.engine.run.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
 from hf_parallel.engine.run.split import SplitRun
 from hf_parallel.engine.run.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.calls.backwards import Backwards
-from hf_parallel.guards.calls.batches import BatchDigests
-from hf_parallel.guards.calls.late_hooks import LateHooks
 from hf_parallel.guards.calls.outputs import PipelineOutput, PipelineTrainingOutput
 from hf_parallel.guards.gradients.aside import Made, apart
-from hf_parallel.guards.gradients.batch_hooks import BatchHooks
-from hf_parallel.guards.gradients.direct import DirectGradients
-from hf_parallel.guards.weights.freezing import Freezing
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.run.stage import Stage, around_blocks, own_modules
+from hf_parallel.pipeline_parallel.run.stage import Stage
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
@@ -87,11 +81,7 @@ class PipelineEngine(Engine):
         self.seeds = StepSeeds(runtime.stages, self._common_seed())
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
-        self._freezing = Freezing(
-            *(self.model, attachment.ledger, attachment.parameters, self.mesh),
-            self.gradients.replicas,
-            self._running.asked,
-        )
+        self._guards = PipelineGuards(attachment, stages, self.end_pass_later)
         self._programs = programs
         shifted, fills_up = loss_shifts_labels(self.model), attachment.mesh.shape.ep_size > 1
         if backward_kind.rows:
@@ -100,24 +90,12 @@ class PipelineEngine(Engine):
         self._window: Window | None = None
         self._factors = WindowFactors()
         self._seed = 1.0
-        self._digests = BatchDigests(self.mesh, self._common_weights(attachment), attachment.gradients.settings)
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
-            digests=self._digests,
-            freezing=self._freezing,
+            digests=self._guards.digests,
+            freezing=self._guards.freezing,
         )
-        self._backwards = Backwards(self.mesh, attachment.device, attachment.gradients.settings)
-        self._late_hooks = self._watch_late_hooks(stages)
         self._needs_scale = bool(backward_kind.scale)
-        self._hooks = BatchHooks(
-            *(attachment.ledger, attachment.parameters, self.mesh),
-            guard=self.gradients.hooks,
-            holders=self.gradients.groups,
-            group=self._freezing.group,
-            take_reduced=self.gradients.take_reduced,
-        )
-        self._callers = CallersBackward(self._freezing, self._hooks, self._backwards, attachment)
-        self._direct = self._watch_direct()
         self.ahead: Ahead | None = None
         if schedule in ASYNCHRONOUS:
             parts = attachment, runtime, self._last_stage, self._loss, self.seeds
@@ -129,31 +107,14 @@ class PipelineEngine(Engine):
         self._needs_logits = True
         self._unlisted: Collection[str] | None = ()  # outputs that nobody looks for; None: nobody goes through them
 
-    def _watch_direct(self) -> DirectGradients:
-        return DirectGradients(
-            *(self.attachment.parameters, self.everywhere, self.mesh.shape.pp_size, self.end_pass_later),
-            summands=self.gradients.summands,
-            compared=self._backwards.beside,
-        )
-
-    def _watch_late_hooks(self, stages: list[Stage]) -> LateHooks:
-        modules, around = own_modules(self.model, self._plan, stages), around_blocks(self.model, self._plan)
-        return LateHooks(modules, around, self.mesh.shape.pp_size)
-
     def _make_split_run(self) -> SplitRun:
         return SplitRun(
             *(self.runtime, self._programs, self._last_stage),
-            backwards=self._backwards,
+            backwards=self._guards.backwards,
             recorder=self.recorder,
             anchor=self._anchor,
             callers_backward=self._callers_backward,
         )
-
-    @property
-    def everywhere(self) -> frozenset[str]:
-        """Names of parameters that all stages hold."""
-        entries, size = self.attachment.ledger.entries, self.mesh.shape.pp_size
-        return frozenset(name for name, entry in entries.items() if len(entry.holders) == size)
 
     def _common_seed(self) -> int:
         """The seed of dropout: the same on all ranks of a model copy, another on each copy and each part of a sequence."""
@@ -217,17 +178,17 @@ class PipelineEngine(Engine):
         """Install as every engine does; user code has the model, which is not whole, from here on."""
         super().install()
         self._running.depth = 0
-        self._direct.watch()
+        self._guards.direct.watch()
 
     def in_callback(self) -> AbstractContextManager[None]:
         """Inside, a Trainer's callbacks run."""
-        return self._direct.in_callback()
+        return self._guards.direct.in_callback()
 
     # -- model(...) ----------------------------------------------------------------------------------------------
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of `model(...)`: fused, split or forward only."""
-        with self._running.inside(), self._late_hooks.watching() if self.trains else nullcontext():
+        with self._running.inside(), self._guards.late_hooks.watching() if self.trains else nullcontext():
             output = self._run(args, kwargs)
         output.lacks(unserved_outputs(self.model))
         if self._unlisted is None:
@@ -257,7 +218,7 @@ class PipelineEngine(Engine):
             return self._fused_ahead(self.ahead, batch)
         begun = self._window is not None and self._window.has_begun
         # A hook sees the gradient of one batch, and may update what the next one uses.
-        hooked = not begun and self._ask_for_hooks()
+        hooked = not begun and self._guards.ask_for_hooks()
         is_apart = hooked or self._needs_scale  # which is not known before the backward of each loss
         if self._window is not None and not is_apart and self._window.holds(batch):
             # The gradients are those of the whole window: the last backward of its losses gives them their factor.
@@ -268,12 +229,12 @@ class PipelineEngine(Engine):
 
     def _fused_ahead(self, ahead: Ahead, batch: dict[str, Any]) -> PipelineTrainingOutput:
         """A batch of a window in a pipeline that does not drain."""
-        ahead.guard.refuse_hooks(self._hooks.hooked, needs_scale=self._needs_scale)
+        ahead.guard.refuse_hooks(self._guards.hooks.hooked, needs_scale=self._needs_scale)
         if self._window is None or not self._window.holds(batch):
             raise UnsupportedError(ahead.guard.not_announced)
 
         def run(batches: list[dict[str, Any]]) -> list[torch.Tensor]:
-            self._direct.stop()
+            self._guards.direct.stop()
             self.gradients.begin_forward()
             self.gradients.begin_backward(is_first=True)
             ahead.guard.refuse_gradients(self.gradients.arrivals.has_assigned)
@@ -299,7 +260,7 @@ class PipelineEngine(Engine):
         """
         with apart(list(self.attachment.parameters.values())) as made:
             loss = self._run_schedule([batch], arms=False, caught=caught)[0]
-        self._direct.watch()
+        self._guards.direct.watch()
         with made.noticing():
             computed = self._computed(loss, made)
         return PipelineTrainingOutput(loss=computed), made
@@ -321,7 +282,7 @@ class PipelineEngine(Engine):
         parts = self._cut(batches)
         self._follow_freezing()
         self.seeds.next_step()
-        self._direct.stop()
+        self._guards.direct.stop()
         self.gradients.begin_forward()
         return parts
 
@@ -348,7 +309,7 @@ class PipelineEngine(Engine):
 
         if arms:
             self.gradients.begin_backward(is_first=True)
-        with self._buffers.watching(len(microbatches) // len(batches), batches), self._hooks.held():
+        with self._buffers.watching(len(microbatches) // len(batches), batches), self._guards.hooks.held():
             losses = self.runtime.run(
                 microbatches,
                 self._programs.training(len(microbatches)),
@@ -361,15 +322,9 @@ class PipelineEngine(Engine):
         with self.recorder.span("loss"):
             return self._last_stage.share_losses(losses, shares, batches)
 
-    def _ask_for_hooks(self) -> bool:
-        with self.attachment.watchdog.waiting("waits for the other stages to say which parameters have hooks"):
-            return self._hooks.ask()
-
     def _follow_freezing(self) -> None:
-        """Take note of parameters that were frozen or unfrozen: the stages then send each other other gradients."""
-        with self.attachment.watchdog.waiting("waits for the other stages to begin the step"):
-            if self._freezing.begin():
-                self.runtime.forget_headers()
+        if self._guards.follow_freezing():
+            self.runtime.forget_headers()
 
     def _finish_backward(self, made: Made | None, seed: float, gradient: torch.Tensor) -> None:
         """Backward of a returned loss: the factor of upstream code is known now.
@@ -379,13 +334,13 @@ class PipelineEngine(Engine):
             seed: What the schedule's losses were multiplied with.
             gradient: What upstream code multiplied the loss with (0-d).
         """
-        self._late_hooks.check_factor(gradient / seed)
+        self._guards.late_hooks.check_factor(gradient / seed)
         if made is not None:
-            self._callers.backpropagated(made, gradient / seed)
+            self._guards.callers.backpropagated(made, gradient / seed)
             self.end_pass_later()
             return
         self.gradients.begin_callers_backward()
-        self._digests.judge()
+        self._guards.digests.judge()
         self._factors.add(gradient / seed)
         if self.ends_step:
             if self._window is not None and self._window.has_begun:
@@ -393,17 +348,15 @@ class PipelineEngine(Engine):
             self._window = None
             # One schedule, whose batches are compared above and whose factors are compared here.
             self.end_pass(self._factors.take(), lambda: None)
-            self._callers.drop_frozen()  # last: some of their gradients were reduced while the schedule ran
+            self._guards.callers.drop_frozen()  # last: some of their gradients were reduced while the schedule ran
 
     def before_end(self) -> None:
         """Add up what schedules have made of the losses that were backpropagated in this pass."""
-        self._callers.add_up(ends_step=self.ends_step)
+        self._guards.callers.add_up(ends_step=self.ends_step)
 
     def compare_step(self) -> None:
         """Compare what the ranks backpropagated, and which batches they have read."""
-        found, self._direct.found = self._direct.found, []
-        self._backwards.agree(found, tolerates_nan=self.scaler is not None)
-        self._digests.judge()
+        self._guards.compare_step(tolerates_nan=self.scaler is not None)
 
     # -- split ---------------------------------------------------------------------------------------------------
 
@@ -414,15 +367,15 @@ class PipelineEngine(Engine):
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
         microbatches = self._loss.split(batch)
-        self._ask_for_hooks()
+        self._guards.ask_for_hooks()
         self._follow_freezing()
         self.seeds.next_step()
-        self._direct.stop()
+        self._guards.direct.stop()
         self.gradients.begin_forward()
         with self._buffers.watching(len(microbatches), [batch]) if self.trains else self._buffers.beside():
             state = self._split_run.forward(microbatches)
         logits = self._split_run.logits_of(state, batch)
-        self._direct.watch()
+        self._guards.direct.watch()
         return PipelineOutput(logits=logits)
 
     @contextmanager
@@ -431,7 +384,7 @@ class PipelineEngine(Engine):
         self.end_pass_later()
         # No bucket leaves early: the loss may still give a parameter a gradient itself.
         self.runtime.at_last_backward = None
-        with self._direct.resting(), self._running.inside(), self._callers.runs_schedule():
+        with self._guards.direct.resting(), self._running.inside(), self._guards.callers.runs_schedule():
             yield
         self.attachment.watchdog.runs()
 

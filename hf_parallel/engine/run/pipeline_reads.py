@@ -231,7 +231,7 @@ class ReadingPipelineEngine(PipelineEngine):
         kind = self._others.learn(batch, caught) if kind is None else kind
         announced = Announced(batch)
         found = self._values(Reading(kind, announced, self.seeds.step, len(microbatches), caught, None), loss)
-        self._direct.watch()
+        self._guards.direct.watch()
         output = PipelineTrainingOutput(loss=found.pop("loss"))  # type: ignore[arg-type]
         output.has_more(list(kind.gives), kind.absent, lambda: found)
         self._list(output, kind)
@@ -248,7 +248,7 @@ class ReadingPipelineEngine(PipelineEngine):
         reading.kind.in_two_passes = reading.caught.looks_at_loss or reading.made is None
         self._refuse_changed(reading.announced, "a loss on outputs is backpropagated")
         for gradient in gradients.values():
-            self._backwards.arrived(gradient) if gradient.ndim else self._backwards.scaled(gradient)
+            self._guards.backwards.arrived(gradient) if gradient.ndim else self._guards.backwards.scaled(gradient)
         microbatches, shares = self._cut([reading.announced.batch])
         self._others.begin_second_pass()
         with self._callers_backward(), self._again(reading.step):
