@@ -113,20 +113,27 @@ class ShardedModel:
             for module in modules:
                 keep_class_name(module)
         self.sent_bytes = 0
+        self._install_hooks(replicates=replicate_group is not None)
+        self._follow_parameters(before)
+
+    def _install_hooks(self, *, replicates: bool) -> None:
         for part in self.parts:
-            count_traffic(part, self._count, replicates=replicate_group is not None)
-        for name, module in model.named_modules():
+            count_traffic(part, self._count, replicates=replicates)
+        for name, module in self.model.named_modules():
             if any(parameter is not None for parameter in own_parameters(module).values()):
                 _NAMES[module] = name
                 module.register_forward_pre_hook(_refuse_parts)
         # Behind that of `fully_shard`, which keeps the root's gathered.
-        model.register_forward_hook(self._after_forward)
-        model.register_forward_pre_hook(self._before_forward, prepend=True)
-        after = dict(model.named_parameters(remove_duplicate=False))
-        self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
+        self.model.register_forward_hook(self._after_forward)
+        self.model.register_forward_pre_hook(self._before_forward, prepend=True)
         weakref.finalize(
             self, register_optimizer_step_pre_hook(_calling(weakref.WeakMethod(self._refuse_replaced))).remove
         )
+
+    def _follow_parameters(self, before: dict[str, nn.Parameter]) -> None:
+        """Know the parameters that `fully_shard` made in place of those before, which hand over attributes and hooks."""
+        after = dict(self.model.named_parameters(remove_duplicate=False))
+        self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
         self._parameters = list(after.values())
         self._has_gathered = False
         self._hooks = HookCarrier(self.parts)

@@ -128,32 +128,37 @@ class HFParallelCallback(TrainerCallback):
         refuse_arguments(trainer, self.config)
         warn_of_draws(args, self.config)
         if trainer.model is not None:
-            shares = self.config.zero.shards_parameters
-            refuse_model(
-                *(trainer.model, self.config.model_parallel_size),
-                tp_size=self.config.tp_size,
-                sp_size=self.config.sp_size,
-                shares_parameters=shares,
-            )
-            refuse_without_experts(trainer.model, self.config.ep_size)
-            unread = unread_of(trainer.model)
-            if unread is not None:
-                unread.check(self.config)
+            self._refuse_model(trainer.model)
         dynamo = trainer.accelerator.state.dynamo_plugin
         self.config, self._schedule = with_compiled_blocks(self.config, self._schedule, dynamo)
         group_for_parts(self.config, trainer.accelerator.device)
-        self.session = Session.start(
+        session = self.session = self._start(trainer)
+        attach_trainer(trainer, session)
+        if session.mesh.rank == 0:
+            rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+            logger.info("hf_parallel: %s", batch_line(rows, steps, session.mesh.shape.dp_size, self.config))
+
+    def _refuse_model(self, model: nn.Module) -> None:
+        refuse_model(
+            *(model, self.config.model_parallel_size),
+            tp_size=self.config.tp_size,
+            sp_size=self.config.sp_size,
+            shares_parameters=self.config.zero.shards_parameters,
+        )
+        refuse_without_experts(model, self.config.ep_size)
+        unread = unread_of(model)
+        if unread is not None:
+            unread.check(self.config)
+
+    def _start(self, trainer: Trainer) -> Session:
+        session = Session.start(
             *(self.config, self._schedule, self.explanation),
             sent_by=functools.partial(sent_by, trainer, self.config, self.sample),
         )
-        self.session.sample = self.sample or sample_of(trainer, self.config)
+        session.sample = self.sample or sample_of(trainer, self.config)
         if trainer.model is not None:
-            self.session.announced = weakref.ref(trainer.model)
-        attach_trainer(trainer, self.session)
-        if self.session.mesh.rank == 0:
-            dp_size = self.session.mesh.shape.dp_size
-            rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-            logger.info("hf_parallel: %s", batch_line(rows, steps, dp_size, self.config))
+            session.announced = weakref.ref(trainer.model)
+        return session
 
     def _plan(self, trainer: Trainer) -> None:
         """Take the layout that is planned for this run."""
