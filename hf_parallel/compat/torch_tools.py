@@ -29,10 +29,12 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "WeakStorage",
+    "autocast_dtype",
     "draws",
     "is_elementwise",
     "is_traceable_wrapper_subclass",
     "mixes_elements",
+    "own_shape",
     "parts_of",
     "pytree",
     "stored_bytes",
@@ -191,6 +193,19 @@ def parts_of(tensor: Tensor) -> dict[str, Tensor]:
     wrapping: Any = tensor
     names = wrapping.__tensor_flatten__()[0]
     return {name: part for name in names if isinstance(part := getattr(tensor, name), Tensor)}
+
+
+def own_shape(tensor: Tensor) -> torch.Size:
+    """The shape of the memory of a tensor whose class reports another one, that of the whole of which it is a part."""
+    shape: torch.Size = Tensor.shape.__get__(tensor)  # type: ignore[attr-defined]
+    return shape
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Dtype in which autocast computes a product with `x`; None without it."""
+    kind = x.device.type
+    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else None
 
 
 def stored_bytes(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_parameters, version_of
+from hf_parallel.compat.torch_tools import autocast_dtype
 from hf_parallel.head.tiles import Head, Tiling
 from hf_parallel.head.unmade import Reads, Recipe, UnmadeLogits, unmade
 
@@ -42,7 +43,7 @@ class LogitsDeferral:
         tokens = math.prod(hidden.shape[:-1])
         if not self.tiling.rows and tokens <= self.tiling.rows_of(tokens, hidden.shape[-1], weight.shape[0]):
             return None
-        dtype = _autocast_dtype(hidden)
+        dtype = autocast_dtype(hidden)
         if dtype is None and weight.dtype != hidden.dtype:
             return None  # the layer's own forward says what is wrong
         self.last = Reads(version_of(weight))
@@ -68,10 +69,3 @@ def _deferred_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     found = self.logits_deferral.logits(hidden, parameters["weight"], parameters.get("bias"))
     result: Tensor = self.logits_deferral_inner(*args, **named) if found is None else found
     return result
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Dtype in which autocast computes a product with `x`; None without it."""
-    kind = x.device.type
-    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if casts else None

@@ -21,7 +21,7 @@ from hf_parallel.compat.private_torch import (
     without_memory,
     writes_arguments,
 )
-from hf_parallel.compat.torch_tools import is_elementwise, mixes_elements, pytree
+from hf_parallel.compat.torch_tools import is_elementwise, mixes_elements, own_shape, pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
 from hf_parallel.guards.gradients.shown_ops import COPIES, IN_PLACE, LINEAR, NAMES_OF_NORMS, NORMS, SAME, VIEWS, aten
 from hf_parallel.guards.gradients.stands import Part, Stand, Sums
@@ -37,7 +37,7 @@ class SharedGradient(Stand):
     @staticmethod
     def of(like: Tensor, part: Part, sums: Sums, changed: Tensor | None = None) -> SharedGradient:
         """Stands for the gradient of `like`, or for `changed`."""
-        made: SharedGradient = without_memory(SharedGradient, _here(like), like.dtype, like.device)
+        made: SharedGradient = without_memory(SharedGradient, own_shape(like), like.dtype, like.device)
         made.part, made.sums, made.changed = part, sums, changed
         return made
 
@@ -51,7 +51,7 @@ class SharedGradient(Stand):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Sizes are those of the whole gradient, as its rows are."""
-        sizes = list(_here(self))
+        sizes = list(own_shape(self))
         if self.part.is_shard and self.part.sharded_dim is not None:
             sizes[self.part.sharded_dim] = self.part.full_size
         return torch.Size(sizes)
@@ -100,7 +100,7 @@ class SharedGradient(Stand):
     def _fitting(self, value: Any) -> Any:
         """The whole of what is sharded as this gradient is."""
         value = _whole(value)
-        is_shard = isinstance(value, Tensor) and _here(self) == value.shape != self.shape
+        is_shard = isinstance(value, Tensor) and own_shape(self) == value.shape != self.shape
         return self.part.whole(value) if is_shard else value
 
     def _opened(self) -> Tensor:
@@ -132,7 +132,7 @@ class SharedGradient(Stand):
                 first.part.arrive(args[1])
                 return first
             if first.changed is None and func in IN_PLACE and not any(_is_big(arg) for arg in args[1:]):
-                first.part.change(func, [_plain(arg) for arg in args[1:]], kwargs)
+                first.part.change(func, [plain_of(arg) for arg in args[1:]], kwargs)
                 return first
         if func in (aten._foreach_norm.Scalar,) and all(isinstance(one, SharedGradient) for one in first):
             return [PartialNorm.of([one], _type_of(args)) for one in first]
@@ -205,18 +205,8 @@ def _type_of(args: Sequence[Any]) -> float:
     return float(args[1]) if len(args) > 1 and args[1] is not None else 2.0
 
 
-def _here(tensor: Tensor) -> torch.Size:
-    """The shape of what this rank has."""
-    shape: torch.Size = Tensor.shape.__get__(tensor)  # type: ignore[attr-defined]
-    return shape
-
-
 def _is_big(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _plain(value: Any) -> Any:
-    return value.plain() if isinstance(value, Stand) else value
 
 
 def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
@@ -241,7 +231,7 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
         if id(leaf) in back:
             return back[id(leaf)]
         shared = source is not None and (source.part.is_shard or source.part.is_summand or func in COPIES)
-        if shared and source is not None and isinstance(leaf, Tensor) and leaf.shape == _here(source):
+        if shared and source is not None and isinstance(leaf, Tensor) and leaf.shape == own_shape(source):
             return SharedGradient.of(leaf, source.part, source.sums, leaf)
         return leaf
 
@@ -266,7 +256,7 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
         made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         if counts or (made and all(isinstance(leaf, SharedGradient) for leaf in made)):
             return out
-    if func.overloadpacket in VIEWS and list(args[1]) == [_here(first).numel()]:  # flatten() has counted the shard
+    if func.overloadpacket in VIEWS and list(args[1]) == [own_shape(first).numel()]:  # flatten() has counted the shard
         args = (first, [-1], *args[2:])
     if (changes or func.is_view) and args[0] is first:
         return _on_opened(func, args, kwargs, first, changes=changes)
@@ -321,7 +311,7 @@ def _drawn(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
 def _whole(tree: Any) -> Any:
     def whole(leaf: Any) -> Any:
         shard = isinstance(leaf, SharedGradient) and leaf.part.is_shard
-        return leaf.part.whole(leaf.plain()) if shard else _plain(leaf)
+        return leaf.part.whole(leaf.plain()) if shard else plain_of(leaf)
 
     return pytree.tree_map(whole, tree)
 
@@ -329,7 +319,7 @@ def _whole(tree: Any) -> Any:
 def _keeps_rows(func: Any, args: Any, first: SharedGradient) -> bool:
     """Whether a view is asked for in the shape of the shard (`g.view(len(g), -1)`): rows of the shard are rows."""
     sizes = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-    here = _here(first)
+    here = own_shape(first)
     same = list(sizes) == list(here)
     rows = first.part.sharded_dim == 0 and len(sizes) > 1 and sizes[0] == here[0]
     return func.overloadpacket in VIEWS and (same or rows)

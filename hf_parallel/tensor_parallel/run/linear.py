@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hf_parallel.compat.private_torch import accumulation_hooks, gradient_hooks
+from hf_parallel.compat.torch_tools import autocast_dtype
 from hf_parallel.tensor_parallel.run.functions import Entered, SharedCopy, WideSum, is_half, reduce_from_tp, start_sum
 
 
@@ -89,7 +90,7 @@ def row_sum(shared: SharedCopy, x: Tensor, weight: Tensor, transposed: bool) -> 
 
 def rounded_to(shared: SharedCopy, x: Tensor) -> torch.dtype | None:
     """The dtype to which fp32 sums over the ranks of products with `x` are rounded; None if sums are not widened."""
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x) or x.dtype
     return dtype if shared.widens and is_half(dtype) else None
 
 
@@ -128,7 +129,7 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         # Cast by hand: autocast caches the weights that it casts, and one that is cast in here has no graph. Later layers
         # that read the weight from the cache would get no gradient.
-        dtype = _autocast_dtype(x)
+        dtype = autocast_dtype(x) or x.dtype
         entry, matrix = x.to(dtype), weight.to(dtype if weight.dtype != torch.float64 else weight.dtype)
         kept = entry if job.entered is None else job.entered.shard
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no input
@@ -203,13 +204,6 @@ def _parameter_gradients(
             pending.append((ctx.weight, left, right))
     to_bias = flat.sum(0).to(ctx.bias_dtype) if ctx.bias_dtype is not None and ctx.needs_input_grad[2] else None
     return to_weight, to_bias
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which autocast computes a product with `x`; the dtype of `x` without it."""
-    kind = x.device.type
-    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Code of users that all ranks run alike and that computes with weights, of which tensor-parallel ranks hold parts.
 
-It has them from `model.parameters()`, from attributes of modules or from `model.state_dict()`. What changes or makes single elements is right on parts, and runs on them; numbers drawn for a part, and tensors in the shape
-of the whole, are cut. Anything else (a norm, a mean, a count of elements) means the whole tensor and is given it; all ranks must
-then do the same, as callbacks do. Rows and views of a part are refused by name: they would be other rows on each rank.
+It has them from `model.parameters()`, from attributes of modules or from `model.state_dict()`. What changes or makes single
+elements is right on parts, and runs on them; numbers drawn for a part, and tensors in the shape of the whole, are cut. Anything
+else (a norm, a mean, a count of elements) means the whole tensor and is given it; all ranks must then do the same, as callbacks do. Rows and views of a part are refused by name: they would be other rows on each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from hf_parallel.compat.private_torch import brings_into_file, in_backward_pass
-from hf_parallel.compat.torch_tools import draws, is_elementwise, pytree
+from hf_parallel.compat.torch_tools import draws, is_elementwise, own_shape, pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.run.functions import copy_to_tp
 from hf_parallel.tensor_parallel.run.known_parts import KnownParts
@@ -202,7 +202,7 @@ class OnParts(TorchFunctionMode):
                 **pytree.tree_map(lambda leaf: _fitting(leaf, part, owned), kwargs),
             )
         parts = [known for leaf in _tensors((args, kwargs)) if (known := self._known.of(leaf)) is not None]
-        by_parts = is_elementwise(func) and any(_here(target) == part.shape for part, _ in parts)
+        by_parts = is_elementwise(func) and any(own_shape(target) == part.shape for part, _ in parts)
         if by_parts or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
@@ -212,7 +212,9 @@ class OnParts(TorchFunctionMode):
         made = _tensors(out)
         sources = [self._known.of(leaf) for leaf in leaves[: len(made)]] if len(made) > 1 else [first] * len(made)
         pairs = list(zip(made, sources, strict=False))
-        if len(pairs) < len(made) or not all(source is None or _here(t) == _here(source[0]) for t, source in pairs):
+        if len(pairs) < len(made) or not all(
+            source is None or own_shape(t) == own_shape(source[0]) for t, source in pairs
+        ):
             return False
         for tensor, source in pairs:
             if source is not None:
@@ -284,12 +286,6 @@ def _whole_shape(found: tuple[Tensor, Owned]) -> list[int]:
     return shape
 
 
-def _here(tensor: Tensor) -> torch.Size:
-    """The shape of what this rank has, also of a gradient that tells the sizes of the whole."""
-    shape: torch.Size = Tensor.shape.__get__(tensor)  # type: ignore[attr-defined]
-    return shape
-
-
 def _cut(whole: Tensor, owned: Owned) -> Tensor:
     return owned.spec.shard(whole, owned.reads.copy.group.size(), owned.reads.tp_rank)
 
@@ -299,7 +295,7 @@ def _fitting(value: Any, part: Tensor, owned: Owned) -> Any:
     along = owned.spec.dim - part.ndim
     if not isinstance(value, Tensor) or value.ndim < -along:
         return value
-    size = _here(value)[along]
+    size = own_shape(value)[along]
     if size == part.shape[along] or size != owned.spec.full_size:
         return value
     return _cut(value.expand(_whole_shape((part, owned))), owned)
