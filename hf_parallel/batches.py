@@ -154,7 +154,7 @@ class RandomCheck:
 
     Args:
         mesh: This rank's mesh.
-        device: Where the model computes.
+        device: Device of the model.
         steps: Forwards to check.
     """
 

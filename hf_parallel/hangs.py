@@ -82,12 +82,12 @@ def report(
 
     Args:
         names: Words for every rank.
-        rank: Who gives up.
-        text: What it waits for.
-        age: How long, in seconds.
+        rank: Rank that gives up.
+        text: Thing that it waits for.
+        age: Seconds that it has waited.
         heartbeats: The last line of each rank that is known.
         bound: The longest wait allowed, in words.
-        trouble: What is wrong with the store that lines come from; empty if nothing.
+        trouble: Trouble with the store that lines come from; empty without any.
         axes: Axes of the mesh over which it waits, if they are known.
     """
     path, stuck = blame(heartbeats, rank, len(names))

@@ -89,9 +89,9 @@ def see(line: Line, phase: str, stay: Stay) -> Seen:
     """Describe what this rank does, with what its stack says if it has done so for a while.
 
     Args:
-        line: What it announced.
-        phase: What it does that is no part of a step; empty in a step.
-        stay: How long it has been in a collective.
+        line: Line that it announced.
+        phase: Activity that is no part of a step; empty in a step.
+        stay: Measures how long it has been in a collective.
     """
     is_idle = line.text == IDLE
     if not line.waits:
@@ -129,7 +129,7 @@ class Heartbeats:
     """The lines of all ranks, on a notice board.
 
     Args:
-        board: Where they are.
+        board: Notice board that has them.
         rank: This rank.
     """
 
@@ -230,7 +230,7 @@ def kill_silent(silent: Sequence[int], who: Mapping[int, str]) -> list[int]:
 
     Args:
         silent: Ranks that write no heartbeat.
-        who: What each rank wrote about its process.
+        who: Process of each rank, as the rank wrote it.
     """
     killed = []
     for rank in silent:

@@ -27,12 +27,12 @@ class Entry:
     Args:
         name: First name in module order; the name used everywhere.
         aliases: All names in module order, the first included.
-        state_names: What a state dict calls it under each of them: torch's checkpoint wrapper leaves its own name out.
+        state_names: Names in a state dict, one for each alias: torch's checkpoint wrapper leaves its own name out.
         shape: Full shape, before sharding.
         dtype: Such as `torch.float32`.
         kind: A trained tensor or a persistent buffer.
         holders: Pipeline ranks that need it, ascending; never empty.
-        spec: How it is sharded over tp, None when every tp rank has all of it.
+        spec: Sharding over tp, None when every tp rank has all of it.
         used: False when no rank reads it in a forward pass: it is kept for the checkpoint only.
     """
 

@@ -72,7 +72,7 @@ class Mesh:
             shape: Must cover exactly the default group's world size.
             timeout: Longest wait of a collective before it raises.
             dp_shard_size: Replicas that share one copy of partitioned state, neighbours on the dp axis; None for all.
-            links: What joins the ranks; None: all are alike.
+            links: Links that join the ranks; None: all are alike.
             parts_alone: Whether a rank that is alone has a `dp_shard_group`, the default group: what is offloaded is then its part.
 
         Raises:

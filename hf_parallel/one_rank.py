@@ -32,7 +32,7 @@ def on_rank_zero(
 
     Args:
         function: Called on rank 0 alone; what it returns is pickled.
-        doing: What it does, in words: "plans the shards".
+        doing: Work in words: "plans the shards".
         waiting: Marks a block that waits for other ranks.
         explain: Makes the error of what is no error of ours, given as `rank 0 ...: KeyError: 'x'`.
     """

@@ -21,7 +21,7 @@ class Placement:
 
     Args:
         shape: The mesh.
-        links: What joins its ranks.
+        links: Links that join its ranks.
         sums_in_nodes: Whether gradients are summed inside a node first.
         sent: Axis -> bytes that a rank sends along it in an optimizer step, or those for each rank of a pipeline; of "pp" those to its
             neighbours, of "experts" those of sums of experts that ranks share, and "ends" those that the first and the last rank of a
@@ -139,7 +139,7 @@ def place(
 
     Args:
         shape: The mesh; its `dp_inside` is not read.
-        links: What joins the ranks.
+        links: Links that join the ranks.
         sent: Axis -> bytes that a rank sends in a step; None: nobody knows, and the stages of a replica are neighbours.
         sums: Whether gradients of so many copies on a node are summed there first.
         inside: The number of neighbours, if it is given.
@@ -162,7 +162,7 @@ def map_of(placement: Placement, sums: str = "") -> list[str]:
     """Say which axis crosses which links, a line each; no lines where all links are alike.
 
     Args:
-        placement: Where the ranks lie.
+        placement: Positions of the ranks.
         sums: Words for how gradients are summed that several nodes have; "" where one ring joins all.
     """
     links, shape = placement.links, placement.shape

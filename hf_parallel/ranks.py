@@ -91,10 +91,10 @@ def compare_over_ranks(what: str, value: str, describe: Callable[[int], str], so
     """Raise on every rank unless all ranks have the same `value`; collective over the default group.
 
     Args:
-        what: What is compared, in words.
+        what: Thing that is compared, in words.
         value: This rank's.
         describe: Name of a rank.
-        source: Where this rank has it from.
+        source: Origin of this rank's value.
 
     Raises:
         RankMismatchError: Names the ranks that differ from rank 0, and where they have it from.

@@ -30,8 +30,8 @@ class Kept:
 
     Args:
         here: The tensor on its device; None if it is in host memory.
-        version: What its version was.
-        copy: What brings it to host memory and back; None if it stays.
+        version: Version of the tensor when it was kept.
+        copy: Copies to host memory and back; None if it stays.
         learns: Whether it requires a gradient.
     """
 

@@ -32,8 +32,8 @@ def together(
 
     Args:
         mesh: This rank's mesh.
-        folder: What is written or read, for the message.
-        group: Who takes part; None for all ranks.
+        folder: Folder that is written or read, for the message.
+        group: Ranks that take part; None for all ranks.
         writes: Whether it is written: the message then says how much space is left.
 
     Raises:
@@ -69,7 +69,7 @@ def raise_anywhere(problem: str | Exception | None) -> None:
     """Raise on every rank what went wrong on any; collective over the world.
 
     Args:
-        problem: What went wrong here, None if nothing.
+        problem: Problem of this rank, None without one.
 
     Raises:
         CheckpointError: With the text of the first rank that had a problem.

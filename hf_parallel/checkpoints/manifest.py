@@ -133,7 +133,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping
     Args:
         folder: The folder.
         files: Every file in it.
-        facts: What else is worth knowing of it, such as the number of tensors.
+        facts: Further facts, such as the number of tensors.
     """
     listed = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in sorted(files.items())}
     aside = folder.with_name(f".{folder.name}.{MANIFEST}")
@@ -196,7 +196,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
     """The files that a folder must have; None if it was made by something that lists none.
 
     Raises:
-        CheckpointError: As `load_manifest`.
+        CheckpointError: For the reasons of `load_manifest`.
     """
     found = load_manifest(folder)
     return None if found is None else dict(found.files)

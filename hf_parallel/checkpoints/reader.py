@@ -62,7 +62,7 @@ class Stored:
         name: Its name there.
         dtype: Type of its elements.
         shape: Its shape.
-        start: Where its bytes begin in the file.
+        start: Offset of its first byte in the file.
     """
 
     path: Path

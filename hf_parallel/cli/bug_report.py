@@ -32,7 +32,7 @@ def bug_report(checks: Sequence[str], environment: Mapping[str, str]) -> Iterato
     """Lines of Markdown.
 
     Args:
-        checks: What `hf-parallel doctor` found, a line each.
+        checks: Findings of `hf-parallel doctor`, a line each.
         environment: Environment variables of the process.
     """
     yield f"hf_parallel {hf_parallel.__version__}, Python {platform.python_version()}, {platform.platform()}"
@@ -59,6 +59,6 @@ def of_this_process(checks: Sequence[str]) -> str:
     """The report with this process's variables.
 
     Args:
-        checks: As for `bug_report`.
+        checks: Findings of `hf-parallel doctor`, a line each.
     """
     return "\n".join(bug_report(checks, os.environ))

@@ -30,7 +30,7 @@ class Question:
     Args:
         key: Key of the answer, and name of the option that gives it.
         text: The question.
-        kind: What the answer is: a truth, an integer, or a word (an integer if it looks like one).
+        kind: Kind of the answer: a truth, an integer, or a word (an integer if it looks like one).
         default: The answer of an empty line, after those before.
         applies: Whether the answers before leave it open.
     """

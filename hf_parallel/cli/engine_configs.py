@@ -38,7 +38,7 @@ def to_deepspeed(config: HFParallelConfig, keys: ZeroKeys | None) -> dict[str, A
 
     Args:
         config: The settings.
-        keys: What `zero_optimization` takes, if known; the result is checked against it.
+        keys: Keys that `zero_optimization` takes, if known; the result is checked against them.
 
     Raises:
         ConfigError: With every setting that DeepSpeed cannot express.

@@ -19,7 +19,7 @@ class Taken:
     Args:
         section: Our section, nested.
         accelerate: Keys of the file around it.
-        notes: What has no place in either, one line each with what to do instead.
+        notes: One line for each setting that has no place in either, with what to do instead.
     """
 
     section: dict[str, Any] = field(default_factory=dict)

@@ -33,7 +33,7 @@ def draw_scaling(rows: Sequence[Scaled], path: Path) -> None:
 
     Args:
         rows: From `scaling`.
-        path: Whose ending says the format: .svg or .png.
+        path: File; its ending says the format: .svg or .png.
 
     """
     from matplotlib.figure import Figure

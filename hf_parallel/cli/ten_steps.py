@@ -25,7 +25,7 @@ def run(settings: dict[str, Any], folder: Path) -> None:
     Args:
         settings: blocks, heads, rows (of a batch of one replica), accumulation, precision, on_cpu, clip (largest gradient
             norm), alone (without hf_parallel).
-        folder: Where.
+        folder: Folder of the run.
     """
     arguments = TrainingArguments(
         output_dir=str(folder / "out"),

@@ -267,10 +267,10 @@ class _PartsToSum:
 
     Args:
         work: Waits until the parts are here; None if they are.
-        parts: Where they arrive, f[N, n].
+        parts: Buffer in which they arrive, f[N, n].
         own: This rank's part, f[n], if it is not among them.
         rank: This rank.
-        mine: What will hold the sum, f[n].
+        mine: Buffer of the sum, f[n].
     """
 
     def __init__(self, work: Pending | None, parts: Tensor, own: Tensor | None, rank: int, mine: Tensor) -> None:
@@ -300,7 +300,7 @@ def is_connection_loss(error: BaseException, *, in_collective: bool = False) -> 
     with the place in its source, and no Python code has raised them.
 
     Args:
-        error: What was raised.
+        error: The error that was raised.
         in_collective: Whether only a collective can have raised it, so that who did need not be found out.
     """
     from torch.distributed import DistBackendError, DistNetworkError

@@ -297,7 +297,7 @@ def brings_into_file(function: Any, frame: FrameType | None, libraries: tuple[st
 
     Args:
         function: What runs. Of an ordinary tensor, pickling asks torch for its storage alone, past `__reduce_ex__`.
-        frame: What called it.
+        frame: Frame that called it.
         libraries: Beginnings of names of modules, each with its dot.
     """
     if getattr(function, "__name__", "") not in ("untyped_storage", "data_ptr"):

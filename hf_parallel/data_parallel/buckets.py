@@ -26,7 +26,7 @@ class Bucket:
     Args:
         names: Names of the parameters.
         params: The parameters.
-        offsets: Where each one's elements begin in the buffer.
+        offsets: Offset of each one's elements in the buffer.
         numel: Elements of the buffer, gaps and padding included; those hold zeros.
         dtype: Dtype of the buffer: fp32, unless bf16 is asked for or the parameters are wider.
         device: Device of the parameters.
@@ -113,11 +113,11 @@ class Packer:
 
     Args:
         buckets: The buckets.
-        pool: Where buffers come from.
+        pool: Gives the buffers.
         flagged: Append one number a parameter that tells whether it had a gradient.
 
     Attributes:
-        factor: What gradients are multiplied by of buckets whose first one moves from now on.
+        factor: Factor for the gradients of buckets whose first one moves from now on.
     """
 
     def __init__(self, buckets: Sequence[Bucket], pool: BufferPool, *, flagged: bool) -> None:

@@ -93,7 +93,7 @@ class FlatShard:
         master: What the optimizer updates: `shard` itself, or a copy: in fp32 where the parameters are in half precision, in
             host memory where the optimizer is.
         start: First element of the part.
-        slots: Where the parameters are in `flat`, in their shapes.
+        slots: Views of `flat` for the parameters, in their shapes.
         sharers: The ranks that have the other parts; None if there are none.
         host_gradient: Host memory for the part's gradient, where the optimizer is there.
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
@@ -263,7 +263,7 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup | None, host: HostMemory | 
     Args:
         bucket: Its layout.
         group: Ranks that share its parts; None for this rank alone.
-        host: Where the optimizer's copy of this rank's part is to be; None leaves it next to the parameters.
+        host: Memory for the optimizer's copy of this rank's part; None leaves it next to the parameters.
     """
     kind = bucket.kind
     if not isinstance(kind, FlatKind):

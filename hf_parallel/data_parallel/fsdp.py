@@ -64,9 +64,9 @@ class ShardedModel:
         shard_group: Ranks that share one copy of the parameters; at least two.
         replicate_group: Ranks with the same part in other copies; None if there is one copy.
         stage: 3 gives a unit's parameters up after its forward pass, 2 keeps them until its backward pass.
-        device: Where the model computes.
+        device: Device of the model.
         offload: "pinned" or "pageable" host memory for the parts; "none" leaves them on the device.
-        compute_dtype: What the forward pass is autocast to; None without autocast.
+        compute_dtype: Autocast dtype of the forward pass; None without autocast.
 
     Attributes:
         parts: A module of each unit that is gathered by itself, the model last.
@@ -311,7 +311,7 @@ def precision(own: torch.dtype, compute: torch.dtype | None, stays: bool) -> Mix
 
     Args:
         own: Dtype of the model's parameters.
-        compute: What the forward pass is autocast to, None without autocast.
+        compute: Autocast dtype of the forward pass; None without autocast.
         stays: Whether parameters in fp32 are gathered so.
     """
     gathered = own if own in HALF else None if stays or own != torch.float32 else compute

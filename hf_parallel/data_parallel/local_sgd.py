@@ -34,7 +34,7 @@ class LocalSteps:
         sync_every: Optimizer steps between two synchronisations, 2 or more.
         outer_lr: Learning rate of the outer SGD, above 0.
         outer_momentum: Its Nesterov momentum, from 0 to below 1.
-        traffic: How pseudo-gradients are sent.
+        traffic: Way in which pseudo-gradients are sent.
         waiting: Context for waits on other ranks.
     """
 

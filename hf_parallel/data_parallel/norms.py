@@ -24,9 +24,9 @@ def power_sum(tensors: Sequence[Tensor], norm_type: float, device: torch.device)
     """Sum of the magnitudes to the power of `norm_type`, or the largest if that is infinite: 0-d, fp64, on `device`.
 
     Args:
-        tensors: What is measured; half precision in fp32, because its squares overflow or vanish.
+        tensors: Tensors to measure; half precision in fp32, because its squares overflow or vanish.
         norm_type: Above 0.
-        device: Where the sum is to be.
+        device: Device of the sum.
     """
     tensors = [tensor for tensor in tensors if tensor.numel()]
     norms = [norm.to(device).double() for norm in _norms(tensors, norm_type)]

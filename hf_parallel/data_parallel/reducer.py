@@ -42,7 +42,7 @@ class GradientReducer:
         params: Names and parameters, in the same order on all ranks. Frozen ones are left out; a parameter that occurs
             twice is reduced once.
         group: The group to sum over; None, or a group of one rank, applies the factor alone.
-        traffic: How they are sent.
+        traffic: Way in which they are sent.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GradientReducer:
         """The backward pass that follows is the last before `reduce`: the reduction of full buckets may start.
 
         Args:
-            factor: What `reduce` will be given; None if that is not known yet, and then an approximating wire waits.
+            factor: Factor that `reduce` will be given; None if that is not known yet, and then an approximating wire waits.
         """
         announced = announced_factor(self._wire, factor) if self._wire is not None else None
         if announced is not None:

@@ -41,9 +41,9 @@ class ReplicaSettings:
     Args:
         data_parallel: Buckets and overlap.
         zero: Partition of the optimizer.
-        compression: How gradients are compressed.
-        local_sgd: How often replicas synchronise.
-        reduction: How gradients that are not compressed are summed: "flat", "hierarchical", or "auto" where nodes suit it.
+        compression: Compression of gradients.
+        local_sgd: Interval at which replicas synchronise.
+        reduction: Sums of gradients that are not compressed: "flat", "hierarchical", or "auto" where nodes suit it.
         overlaps: Whether gradients are reduced during the backward pass: not with schedules that delay weight gradients.
         waiting: Context for waits on other ranks inside an optimizer's step.
         sharded: The model, if its parameters are sharded (ZeRO 3); it then reduces gradients itself, in every backward pass.
@@ -72,7 +72,7 @@ def make_replica_wire(
 
     Args:
         settings: Settings of the data-parallel axis.
-        compression: What the wire does; with local steps that of `local_sgd`.
+        compression: Compression of the wire; with local steps that of `local_sgd`.
         ledger: The model's ledger.
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
@@ -136,7 +136,7 @@ class WarmUp:
 
     Args:
         compression: Its `warmup` is a share of the steps of the run.
-        wire: What compresses; None: nothing does.
+        wire: Compresses; None: nothing does.
     """
 
     def __init__(self, compression: GradientCompressionConfig, wire: CompressedWire | None) -> None:

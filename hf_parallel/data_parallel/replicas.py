@@ -38,12 +38,12 @@ class Replicas:
         counted: Chooses the elements of a parameter that this rank counts in the gradient norm.
 
     Attributes:
-        wire: What compresses gradients; None without compression.
-        nodes: What sums gradients inside of nodes first; None where one ring does.
+        wire: Compresses gradients; None without compression.
+        nodes: Sums gradients inside of nodes first; None where one ring does.
         zero: The partition of the optimizer (ZeRO 1 and 2); None without one.
         sharded: The model with sharded parameters (ZeRO 3); None without one.
-        local: What synchronises replicas after local steps; None without local steps.
-        before_reading: What comes before code outside of training reads the model.
+        local: Synchronises replicas after local steps; None without local steps.
+        before_reading: Functions to call before code outside of training reads the model.
         noticed: Called when a gradient has arrived at a parameter that replicas share, in whichever backward pass.
         partitioned: Called when an optimizer has been partitioned.
     """
@@ -258,7 +258,7 @@ class Replicas:
 
         Args:
             optimizer: The optimizer.
-            model: Whose forward passes go through `forward`; updated parameters may then arrive during the next one.
+            model: The model, if its forward passes go through `forward`; updated parameters may then arrive during the next one.
 
         Raises:
             UnsupportedError: Another optimizer was adopted before.
@@ -332,7 +332,7 @@ class Replicas:
         """A backward pass begins; the reduction of a bucket may start as soon as the bucket is complete.
 
         Args:
-            factor: What `reduce` or `accumulate` will be given after it; None if that is not known yet.
+            factor: Factor that `reduce` or `accumulate` will be given after it; None if that is not known yet.
             last: Whether it is the last of its step; between others only ZeRO-2 sends anything.
         """
         self._warm_up.choose()

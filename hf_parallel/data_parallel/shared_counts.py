@@ -27,7 +27,7 @@ class Missed:
     """Steps that the part of a parameter has counted, and the parameter has not.
 
     Args:
-        steps: How many, at least 1.
+        steps: Number of steps, at least 1.
         by_user: Whether user code wanted that (dropped its gradient, froze it), or may have; False: the model did not use it.
     """
 

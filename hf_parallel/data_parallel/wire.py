@@ -61,7 +61,7 @@ class Wire(Protocol):
 
         Args:
             flat: f[n], n >= bucket.numel.
-            bucket: Whose gradients it holds; None for a few numbers that must arrive as they are.
+            bucket: Bucket of the gradients; None for a few numbers that must arrive as they are.
         """
         ...
 
@@ -90,7 +90,7 @@ class Traffic:
         kind: Parameters of different kinds do not share a bucket.
         late: Whether the buckets of a kind must not be started before the reduction is asked for.
         overlaps: Start buckets during backward passes that are announced.
-        wire: What sums the buckets; None for exact sums.
+        wire: Sums the buckets; None for exact sums.
         sharers: Name of a parameter -> the ranks that share its gradient and its update with this one, None for nobody; those
             of one kind have the same. None: all ranks do.
         waiting: Context for waits on other ranks outside of a reduction.
@@ -119,12 +119,12 @@ class UnderWay:
     """A bucket whose reduction has started.
 
     Args:
-        sum: What will hold the sum: all of the bucket or this rank's part of it.
-        factor: What its gradients were multiplied by.
+        sum: Will hold the sum: all of the bucket or this rank's part of it.
+        factor: Factor that its gradients were multiplied by.
         present: Whether each of its parameters had a gradient here.
         wait: Waits until it is summed.
-        begun: When it started, a moment of the recorder.
-        flags: What will hold the number of ranks that had a gradient of each parameter, f[params]; None if nobody asks.
+        begun: Moment of the recorder at which it started.
+        flags: Will hold the number of ranks that had a gradient of each parameter, f[params]; None if nobody asks.
     """
 
     sum: Tensor
@@ -157,7 +157,7 @@ def announced_factor(wire: Wire, factor: float | None) -> float | None:
     """The factor of gradients that move into their bucket before the reduction; None if they must wait for it.
 
     Args:
-        wire: What sends them.
+        wire: Sends them.
         factor: Factor of the reduction; None if it is not known.
     """
     if wire.lossy:
@@ -169,7 +169,7 @@ def require_announced(wire: Wire, announced: float, factor: float, *, left: bool
     """Refuse a factor other than the announced one: a lossy wire has already sent buffers multiplied by that.
 
     Args:
-        wire: What sends them.
+        wire: Sends them.
         announced: The factor that they were multiplied by.
         factor: Factor of the reduction.
         left: Whether any were sent.

@@ -52,15 +52,15 @@ class ZeroPartition:
     """The gradients and the optimizer of the parameters that a group of ranks updates together.
 
     Args:
-        optimizer: Whose parameters are taken over; changed in place.
+        optimizer: Optimizer, whose parameters are taken over; changed in place.
         params: Names and parameters of the model, in the same order on all ranks.
         shard_group: Ranks that share one copy of the optimizer state; at least two.
         replicate_group: Ranks with the same part in other copies; None if there is one copy.
         stage: 1 or 2: whether gradients are kept whole between the backward passes of one step.
-        traffic: How gradients are sent over `shard_group`.
+        traffic: Way in which gradients are sent over `shard_group`.
         counted: Name and parameter -> which elements this rank counts in the norm: all, none or a mask b[...] in the
             parameter's shape.
-        host: Where this rank's part, its gradient and its optimizer state live; None: on the parameters' device.
+        host: Host memory for this rank's part, its gradient and its optimizer state; None: on the parameters' device.
 
     Attributes:
         shards: The flat buffers.

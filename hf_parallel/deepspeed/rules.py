@@ -145,7 +145,7 @@ def json_problems(config: Mapping[str, Any], keys: ZeroKeys | None, world_size: 
 
     Args:
         config: Its content.
-        keys: What `zero_optimization` may hold, None if not known.
+        keys: Keys that `zero_optimization` may hold, None if not known.
         world_size: Processes of the run, None if not known.
     """
     for key in config:

@@ -37,7 +37,7 @@ class Finding:
     Args:
         severity: Whether the run cannot work, or may not.
         message: Key path and value, rule, fix.
-        file: Where it stands; None for what is in no file.
+        file: File that it is about; None without one.
         line: From 1; the first if the key is not written there, None of a file that cannot be read.
     """
 
@@ -109,7 +109,7 @@ def check_file(path: Path, machine: Machine) -> Checked:
 
     Args:
         path: An accelerate config file.
-        machine: What the rules about hardware look at.
+        machine: Machine that rules about hardware look at.
     """
     text = ""
     try:

@@ -45,10 +45,10 @@ class Check:
     """One thing that was looked at.
 
     Args:
-        topic: What.
+        topic: Subject, such as "disk".
         status: Whether it is in order.
-        text: What was found.
-        fix: What to do; empty if it is in order.
+        text: Finding, in words.
+        fix: Thing to do; empty if it is in order.
     """
 
     topic: str

@@ -24,8 +24,8 @@ class Verdict:
 
     Args:
         memory: Every term.
-        errors: What cannot fit, with every term.
-        warnings: What may not fit.
+        errors: Terms that cannot fit, with every term.
+        warnings: Terms that may not fit.
     """
 
     memory: Memory

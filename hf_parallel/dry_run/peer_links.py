@@ -38,7 +38,7 @@ class Probe:
     Args:
         error: Why it cannot be reached; empty if it can.
         round_trip_s: Fastest answer.
-        clock_s: How far its clock is ahead.
+        clock_s: Seconds by which its clock is ahead.
     """
 
     error: str = ""
@@ -322,7 +322,7 @@ def measure(
     """Measure all links; every machine calls it. What each found, with None of a machine that is lost.
 
     Args:
-        table: Where they meet.
+        table: Meeting of the machines.
         rank: Number of this machine.
         places: Address and port of each machine's `Answerer`; None of one that did not come.
         say: Told what is done, as it takes seconds.

@@ -86,7 +86,7 @@ def examine_peers(
     Args:
         place: Place of this machine in the run.
         accelerate: The settings file.
-        wait_s: How long to wait for others.
+        wait_s: Seconds to wait for others.
         say: Told what is done.
 
     Raises:

@@ -32,7 +32,7 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
 
     Args:
         setup: The model, cut and sharded.
-        plans: What was found out about it.
+        plans: Plans for the model.
         stages: The stages of this rank; None with pp_size 1.
         sharded: The parameters that replicas share out; None if each has them all.
     """

@@ -82,9 +82,9 @@ def parallelize_beside(
         model: Whole, the same on every rank.
         config: The settings of the run.
         mesh: This rank's mesh.
-        device: Where the model is.
+        device: Device of the model.
         watchdog: For waits.
-        compute_dtype: What forward passes are autocast to; None without autocast.
+        compute_dtype: Autocast dtype of forward passes; None without autocast.
         watching: Gives the modes that follow what user code computes around the trained model.
         number: Tells it from other models, the same on every rank.
 

@@ -36,9 +36,9 @@ def opening(
     Args:
         plans: Plans of the run.
         setup: The settings and the mesh.
-        holdings: What each pipeline rank holds, before the model was changed; see `holdings_of`.
-        replicas: What the replicas do with each other, a line each.
-        seconds: What planning and comparing took.
+        holdings: Holding of each pipeline rank, before the model was changed; see `holdings_of`.
+        replicas: Description of the replicas' exchange, a line each.
+        seconds: Duration of planning and comparing.
         compared: Whether the planned parts were compared with the whole model.
     """
     details = "details with HF_PARALLEL_LOG=debug"

@@ -76,10 +76,10 @@ def parallelize(
         config: The validated settings.
         mesh: This rank's mesh.
         schedule: The pipeline schedule that the settings ask for.
-        device: Where the model is.
+        device: Device of the model.
         watchdog: For waits.
         sample: A small batch of the kind the model will be trained on; None for made-up text.
-        compute_dtype: What forward passes are autocast to; None without autocast.
+        compute_dtype: Autocast dtype of forward passes; None without autocast.
 
     Returns:
         The engine, installed as `model.forward`.

@@ -45,17 +45,17 @@ class Session:
     Args:
         config: Validated settings, equal on every rank.
         schedule: The pipeline schedule that they ask for.
-        explanation: Where they came from and which layout follows, for the start-up line.
+        explanation: Origin of the settings and the layout that follows, for the start-up line.
         mesh: This rank's mesh.
         watchdog: The watchdog, started.
-        placement: How the mesh lies on the links of the machines.
+        placement: Positions of the mesh's ranks on the links of the machines.
 
     Attributes:
         engine: Engine of the attached model, None before.
         announced: Gives the model that a Trainer will train, None without one; may be set until a model is attached.
         sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
         total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
-        compute_dtype: What forward passes are autocast to, None without autocast; may be set as long.
+        compute_dtype: Autocast dtype of forward passes, None without autocast; may be set as long.
         raw_loop: Whether a loop without a Trainer runs.
         meeting: Notices calls that only some ranks make.
         flags: Notices what a Trainer is told on some ranks only.
@@ -107,7 +107,7 @@ class Session:
         Args:
             config: Validated settings.
             schedule: The pipeline schedule that they ask for.
-            explanation: Where the settings came from and which layout follows, for the start-up line.
+            explanation: Origin of the settings and the layout that follows, for the start-up line.
             num_processes: Processes that accelerate counts, to be compared with those that run.
             sent_by: Where links differ: axis -> bytes that a rank sends in an optimizer step, the same on every rank; None if nobody
                 knows.
@@ -189,7 +189,7 @@ class Session:
         Args:
             model: It.
             first: The other one, if it is known already.
-            device: Where it is.
+            device: Device of the model.
 
         Raises:
             UnsupportedError: They have parameters in common.

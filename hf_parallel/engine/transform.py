@@ -36,7 +36,7 @@ class Stages:
 
     Args:
         by_index: Stage index -> stage.
-        weights: What defers weight gradients, for a schedule that splits backwards.
+        weights: Defers weight gradients, for a schedule that splits backwards.
     """
 
     by_index: Mapping[int, Stage]

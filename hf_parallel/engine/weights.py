@@ -44,7 +44,7 @@ class LateWeights:
 
     Args:
         setup: The model.
-        unread: Where they are; None for a model that has its values.
+        unread: Finds the weights; None for a model that has its values.
         stand_in: Answers what takes values; None if the model has them by now.
     """
 

@@ -149,7 +149,7 @@ def install_dispatch(module: nn.Module, rule: Routing, group: Group) -> None:
 
     Args:
         module: Takes hidden states, indices i[N K] and weights f[N K].
-        rule: Where it takes them.
+        rule: Arguments in which the module takes tokens and choices.
         group: Ranks that share the experts, at most as many as experts.
     """
     sizes = split_units(rule.experts, group.size(), 0)

@@ -18,7 +18,7 @@ class ExpertKind:
     Args:
         kind: Name of the class of the module that is called with tokens.
         path: The module that owns the stacks, relative to it.
-        routing: Where the tokens are in a call; with the experts of the module that was verified.
+        routing: Arguments of a call that have the tokens; with the experts of the module that was verified.
         rewrites: Whether what counts the experts is set to those of a rank.
     """
 
@@ -34,7 +34,7 @@ class ExpertModule:
 
     Args:
         root: Its name.
-        routing: Where tokens are in a call.
+        routing: Arguments of a call that have the tokens.
         sliced: Parameter, relative to the root -> its shards.
         rewrites: Attributes that count experts.
     """

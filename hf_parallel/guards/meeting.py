@@ -28,11 +28,11 @@ class Meeting:
     """Counts the ranks that have come to a call, in the job's key-value store.
 
     Args:
-        names: What the ranks are called.
+        names: Names of the ranks.
         bound_s: Longest wait for the others.
         ranks: These ranks, ascending; None for all.
         topic: Tells this from other meetings in the same job.
-        advice: What to do about a call that is not made by all.
+        advice: Advice about a call that not all ranks make.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Meeting:
         """Wait until every rank has called this as often; nothing without other ranks.
 
         Args:
-            what: What is called, in words.
-            advice: What to do if not all do; None for that of all calls.
+            what: The call, in words.
+            advice: Advice if not all make it; None for that of all calls.
             reason: Why all must.
 
         Raises:

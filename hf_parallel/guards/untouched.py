@@ -26,7 +26,7 @@ class Untouched:
     """Tensors as they were when they were last taken.
 
     Args:
-        tables: Where they stand, by attribute; user code may replace them there.
+        tables: Tables in which they stand, by attribute; user code may replace them there.
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:

@@ -22,7 +22,7 @@ class LogitsDeferral:
 
     Args:
         tiling: Tiling with which its losses are computed.
-        last: What became of the logits of its last forward.
+        last: Use of the logits of its last forward.
     """
 
     tiling: Tiling
@@ -34,7 +34,7 @@ class LogitsDeferral:
         That is without a graph, and where all tokens are those of one tile: a loss without logits would save nothing.
 
         Args:
-            hidden: What the head is given.
+            hidden: Input of the head.
             weight: p[V H].
             bias: p[V] or None.
         """

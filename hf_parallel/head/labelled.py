@@ -60,7 +60,7 @@ class LabelledOutput(ModelOutput):
         Args:
             other: The output that a model has made.
             before: Called first; all ranks of the group must gather.
-            after: What is done to the gathered logits.
+            after: Function to apply to the gathered logits.
         """
         kept = ("_order", "_gather", "_local", "_none")
         vars(self).update({name: vars(other)[name] for name in kept if name in vars(other)})

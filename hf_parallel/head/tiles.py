@@ -258,7 +258,7 @@ class _Tile:
 
     Args:
         raw: The product f[n V]; its memory is used.
-        head: What is done to it.
+        head: Head that is applied to it.
         targets: i[n].
         ignored: Target of tokens that do not count.
         takes_gradient: Whether its gradient will be asked for.

@@ -78,7 +78,7 @@ class Reads:
         made: Functions that made them, by name.
         on_made: Called with logits that were made.
         watched: Whether their gradient is asked for.
-        version: How often the head's weight had been written to in that forward.
+        version: Number of writes to the head's weight before that forward.
     """
 
     version: int
@@ -94,7 +94,7 @@ class Recipe:
 
     Args:
         hidden: f[... H].
-        head: What makes logits of it.
+        head: Makes logits of it.
         reads: Shared by all tensors of one forward.
         is_shared: Whether another tensor was made of rows of this one, which would not see a change in place.
     """

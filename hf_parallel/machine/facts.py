@@ -20,7 +20,7 @@ class Gpu:
     """One GPU.
 
     Args:
-        name: As its driver says.
+        name: Name by its driver.
         num_bytes: Memory.
         capability: Compute capability; (8, 0) is Ampere, the first with bf16.
     """

@@ -36,7 +36,7 @@ def state_of(pid: int, birth: int | None) -> str:
 
     Args:
         pid: Its number.
-        birth: When it was started; a later process may have the same number.
+        birth: Time at which it was started; a later process may have the same number.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -112,7 +112,7 @@ def stage_parts(
     Args:
         shape: Shape of the model.
         recorded: Recorded step of the model.
-        layout: Who holds what.
+        layout: Division among the ranks.
         stages: Stages of the whole run.
         rank: Pipeline rank.
         gradients: Bytes of all that the rank holds.

@@ -15,7 +15,7 @@ class Block:
     """One piece of memory.
 
     Attributes:
-        kind: What it is; may be said later.
+        kind: Kind of memory; may be said later.
         shape: Shape of the tensor that it was taken for.
         dtype: Dtype of that tensor.
         op: Operation that took it.

@@ -24,7 +24,7 @@ def blocks_of_stages(shape: ModelShape, layout: Layout) -> list[int]:
 
     Args:
         shape: Shape of the model; its blocks are taken to be alike.
-        layout: Who holds what.
+        layout: Division among the ranks.
     """
     if layout.pp_size == 1:
         return [shape.layers]

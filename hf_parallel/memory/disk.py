@@ -14,7 +14,7 @@ def disk_bytes(parameters: float, zero: ZeroConfig) -> float:
 
     Args:
         parameters: Parameters of the whole model.
-        zero: What is offloaded, and where.
+        zero: Settings of ZeRO: what is offloaded, and where.
     """
     optimizer = HOST_OPTIMIZER if zero.offload_optimizer == "nvme" else 0.0
     return parameters * (optimizer + (HOST_PARAMETERS if zero.offload_param == "nvme" else 0.0))
@@ -25,7 +25,7 @@ def disk_shortages(parameters: int, zero: ZeroConfig, num_machines: int) -> list
 
     Args:
         parameters: Parameters of the whole model.
-        zero: What is offloaded, and where.
+        zero: Settings of ZeRO: what is offloaded, and where.
         num_machines: Number of machines that share the files, each on a disk of its own.
     """
     path, share = zero.nvme_path, disk_bytes(parameters, zero) / num_machines

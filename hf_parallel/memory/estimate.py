@@ -177,7 +177,7 @@ def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout
         parameters: Parameters of the rank.
         blocks: Parameters of the rank that are in blocks.
         shape: Shape of the model.
-        layout: Who holds what.
+        layout: Division among the ranks.
     """
     if not shape.adapters:
         experts = blocks * shape.experts / layout.ep_size / _block(shape, layout)
@@ -224,7 +224,7 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
 
     Args:
         shape: Shape of the model; all parameters are trained, or its adapters.
-        layout: Who holds what.
+        layout: Division among the ranks.
         work: Rows and tokens.
         on_gpu: Whether ranks have a CUDA context; else the same terms are in RAM.
 

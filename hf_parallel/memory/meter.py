@@ -49,8 +49,8 @@ class Meter(TorchDispatchMode):
         memory: Every block of the device.
         messages: (operation, axis, dtype) -> number of calls.
         message_bytes: The same -> bytes of the largest tensor of each call.
-        waits: What the host waits for, and where -> how often.
-        phase: What blocks that are taken now are, if nothing else is known of them.
+        waits: Cause and place of a wait of the host -> number of such waits.
+        phase: Kind of blocks that are taken now, if nothing else is known of them.
     """
 
     def __init__(

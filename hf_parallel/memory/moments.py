@@ -174,12 +174,12 @@ class Moment(NamedTuple):
     """A moment of a rank's step in which it may have most, without any bytes.
 
     Attributes:
-        kind: What runs.
+        kind: Kind of pass that runs.
         place: Index of the stage that runs, among the stages of the rank.
         held: Microbatches between their forward and their backward, of each stage of the rank.
         losses: Microbatches whose loss waits for its backward, or has had it.
         heads: Number of `losses` that have had their backward.
-        reached: How far the gradients of each stage are there.
+        reached: Progress of the gradients of each stage.
         is_sent: Whether the last backward of the stage runs, and gradients are on their way.
     """
 

@@ -43,7 +43,7 @@ def record_step(
     Args:
         config: A transformers config; it is not changed.
         precision: See `Layout`.
-        attention: What attention is to run; None is what transformers chooses.
+        attention: Attention to run; None is the choice of transformers.
         checkpoint: Makes each block of a stack of the model run again in the backward; None if none does.
     """
     try:

@@ -33,7 +33,7 @@ def shortages(memory: Memory, gpu_bytes: float | None, host_bytes: float | None)
     """Problems where something cannot fit, with every term: the sizes, the rule, a fix. `OVERHEAD` and pinned rounding are left out.
 
     Args:
-        memory: What is needed.
+        memory: Memory that is needed.
         gpu_bytes: Memory of a GPU, None if it is not known.
         host_bytes: RAM of a node, None if it is not known.
     """

@@ -52,7 +52,7 @@ def config_of(name_or_path: str, *, trains: bool = False) -> Any:
     said once.
 
     Args:
-        name_or_path: As said.
+        name_or_path: Name, folder or file of a config.
         trains: Whether the model is trained with it: then modeling code of its own is refused.
 
     Raises:

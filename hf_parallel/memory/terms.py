@@ -54,8 +54,8 @@ class ModelShape:
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
         experts: Parameters of a block that are in stacks of experts.
-        saved: What a block keeps, if it was traced; else it is counted as Llama's block.
-        recorded: What the parts of a step take on a GPU, if they were recorded; then `saved` is not needed.
+        saved: Bytes that a block keeps, if it was traced; else it is counted as Llama's block.
+        recorded: Bytes of the parts of a step on a GPU, if they were recorded; then `saved` is not needed.
         adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
             keeps is counted as if all of it were trained.
         block_bits: Bits of a frozen parameter of a block, its share of the scales included (quantised weights); 0 for
@@ -119,10 +119,10 @@ class Layout:
         sequence_parallel: Whether tp ranks share the sequence between the sharded layers as well.
         shards: Ranks that share one copy of what the stage partitions; None is all replicas.
         stage: Stage of ZeRO, 0 to 3.
-        engine: Who partitions.
+        engine: Engine that partitions.
         precision: fp32; half (parameters in 16 bit); autocast (fp32 parameters, products in 16 bit).
-        offload_optimizer: Where Adam's state lies instead of on the GPU.
-        offload_param: Where the parameters lie (stage 3).
+        offload_optimizer: Memory of Adam's state instead of the GPU's.
+        offload_param: Memory of the parameters (stage 3).
         pinned: Whether the host memory of what is offloaded is pinned.
         recompute: Activation checkpointing.
         pipeline: Schedule, microbatches and cut.

@@ -25,7 +25,7 @@ def deep_copy(module: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Mo
     """A deep copy; results that the module or its hooks have kept (DoRA, a `partial` with a list) are copied as constants.
 
     Args:
-        module: What to copy.
+        module: Module to copy.
         memo: Ids of objects that are not copied, with what takes their place.
     """
     with _ResultsAsConstants():
@@ -47,7 +47,7 @@ def rebind_forwards(copied: nn.Module, model: nn.Module) -> None:
 
     Args:
         copied: The copy; functions in it are replaced by others, and stay those of the model.
-        model: What it is a copy of.
+        model: Model of which it is a copy.
     """
     twins: dict[int, Any] = dict(zip(map(id, model.modules()), copied.modules(), strict=True))
     for module in copied.modules():

@@ -22,7 +22,7 @@ class Probes:
 
     Args:
         model: The whole model.
-        device: Where it is.
+        device: Device of the model.
         sample: A small batch of the kind it will be trained on, as the collator makes it; None for made-up text.
 
     Attributes:

@@ -84,7 +84,7 @@ class Recorder:
     """Records the steps of one rank.
 
     Args:
-        device: Where it computes.
+        device: Device of the model.
         on: Whether anything is recorded; else every call returns at once.
 
     Attributes:

@@ -38,7 +38,7 @@ def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[s
 
     Args:
         job: The job, as it was traced: it ends with the first step that differs.
-        found: What differs in the job itself.
+        found: Differences in the job itself.
         traced: Folder of the traced job; None if it could not be.
 
     Returns:
@@ -138,7 +138,7 @@ class Pair:
     """A tensor that passed through a module on a rank, with the one that should have.
 
     Args:
-        event: What it is.
+        event: The tensor's place and kind.
         replica: Replica that the rank belongs to.
         got: f64[rows, NUMBERS].
         wanted: f64[rows, NUMBERS].

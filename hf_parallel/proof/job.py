@@ -33,7 +33,7 @@ class Job:
         length: Tokens of a row, 4 or more.
         accumulation: Batches of an optimizer step, 1 or more.
         dtype: Dtype of the products: fp32, or bf16 or fp16 (mixed precision).
-        layers: How many blocks of the model; None: all.
+        layers: Number of blocks of the model; None: all.
         random_weights: Whether weights are drawn instead of read.
         seed: Seed of weights and data.
         tamper: `module:function`, called with the Trainer of every rank of the layout before its first step: a bug to be found.

@@ -52,8 +52,8 @@ class Recorder(TrainerCallback):
     """Writes the gradients that each optimizer step uses and the parameters after the last one.
 
     Args:
-        folder: Where.
-        steps: How many optimizer steps there are.
+        folder: Folder to write to.
+        steps: Number of optimizer steps.
 
     Attributes:
         trainer: The Trainer that it belongs to.

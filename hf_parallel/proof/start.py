@@ -44,7 +44,7 @@ def main(folder: Path, kept: Path | None = None) -> None:
 
     Args:
         folder: Folder of the job.
-        kept: Where references are kept for other jobs on the same model and batches; None: nowhere.
+        kept: Folder of references for other jobs on the same model and batches; None: they are not kept.
     """
     job = Job.load(folder / JOB)
     compared, traced = folder / COMPARED, folder / TRACED

@@ -43,13 +43,13 @@ class Verdict:
         layout: Such as pp2xdp2.
         ok: Whether every loss, gradient and parameter agrees.
         refused: Why the layout does not train this model; None if it does.
-        stopped: What a rank said that noticed by itself that the run went wrong; None if none did.
+        stopped: Message of a rank that noticed by itself that the run went wrong; None if none did.
         loss_max_rel: Largest relative difference of a loss or of the gradients' norm.
         grad_max_rel: Largest relative difference of a gradient, clipped, of any step.
         param_max_rel: Largest relative difference of a parameter after the last step.
         worst: The differences nearest to, or furthest beyond, what is allowed.
         missing_gradients: Gradients that one of the two runs lacks.
-        first_divergence: Where they part: module, microbatch and kind; None if they agree, or a run was stopped before anything differed.
+        first_divergence: Place where they part: module, microbatch and kind; None without a difference.
     """
 
     model_type: str
@@ -109,14 +109,14 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         model: A transformers config, a `config.json`, a folder with one and perhaps weights, or a name; None with a script.
         settings: Settings of hf_parallel, such as `{"pp_size": 2}`.
         script: A training script that makes a Trainer and calls its `train`.
-        script_arguments: What the script gets.
+        script_arguments: Arguments of the script.
         processes: Ranks; None: as few as the layout needs (two replicas with ZeRO).
         steps: Optimizer steps, 1 or more; in bf16 and fp16 at least 3 are trained.
         rows: Rows of a batch of each replica, 1 or more.
         length: Tokens of a row, 4 or more.
         accumulation: Batches of an optimizer step, 1 or more.
         dtype: fp32, or bf16 or fp16 (mixed precision).
-        layers: How many blocks of the model; None: all.
+        layers: Number of blocks of the model; None: all.
         random_weights: Whether weights are drawn instead of read.
         seed: Seed of weights and data.
         tamper: `module:function`, called with the Trainer of every rank of the layout before its first step: a bug to be found.

@@ -31,7 +31,7 @@ class Watch:
 
     Args:
         job: The job.
-        folder: Where this process leaves what is compared.
+        folder: Folder in which this process leaves what is compared.
         model: The model, before it is parallelized.
         layout: Whether this process is a rank of the layout; else it is the reference.
         sample: For `HFParallelCallback`.

@@ -16,7 +16,7 @@ def accumulation_steps(setting: int | Literal["auto"], given: int, where: str) -
     Args:
         setting: `gradient_accumulation_steps` of our settings.
         given: The number that Trainer or loop have, 1 or more.
-        where: Who was given it, for the error.
+        where: Object that was given it, for the error.
 
     Raises:
         ConfigError: The two are different numbers above 1.

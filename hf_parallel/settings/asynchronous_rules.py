@@ -150,8 +150,8 @@ def fp16_ahead(schedule: str, precision: object, asked: str, fix: str) -> list[s
     Args:
         schedule: Its name.
         precision: The one asked for; 'fp16' in any case of letters.
-        asked: Where and how, as a message begins.
-        fix: What to do instead.
+        asked: Beginning of the message: where and how fp16 is asked for.
+        fix: Thing to do instead.
     """
     if schedule not in ASYNCHRONOUS or str(precision).lower() != "fp16":
         return []

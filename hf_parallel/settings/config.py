@@ -163,7 +163,7 @@ class HFParallelConfig(Section):
 
         Args:
             values: Keys as in the YAML file.
-            source: Where the values come from, named in the error.
+            source: Origin of the values, named in the error.
 
         Raises:
             ConfigError: With every problem of the mapping.

@@ -48,7 +48,7 @@ def read_bounded(path: Path, limit: int = MAX_BYTES, what: str = "an accelerate 
     Args:
         path: The file.
         limit: Most bytes.
-        what: What the file should be, for the fix.
+        what: Kind of file that it should be, for the fix.
 
     Raises:
         ConfigError: It is no such file, or cannot be read.
@@ -83,7 +83,7 @@ def parse_yaml(text: str, path: Path) -> Any:
 
     Args:
         text: The text.
-        path: Where it stands, for the message.
+        path: File of the text, for the message.
 
     Raises:
         ConfigError: It is not valid, means more than settings can, or a value cannot be read; names the line.

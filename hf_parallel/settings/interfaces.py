@@ -30,7 +30,7 @@ class Network:
     Args:
         addresses: Addresses of each interface that is up.
         host: This machine's name.
-        own: What that resolves to; None if it does not.
+        own: Address that the name resolves to; None if it does not.
         to_first: Own address on the way to the first machine; None if there is no way.
         outwards: Own address on the way to the world; None if there is no way.
     """

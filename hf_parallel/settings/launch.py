@@ -41,8 +41,8 @@ class Launch:
 
     Args:
         path: The config file that applies, or None.
-        source: Who named that file.
-        launched_by: What started the process.
+        source: Giver of that file's name.
+        launched_by: Launcher that started the process.
         rank: Global rank, from 0.
         world_size: Processes of the run, 1 or more.
     """

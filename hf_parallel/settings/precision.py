@@ -11,8 +11,8 @@ def fp16_on_cpu(
     Args:
         precision: The one asked for; 'fp16' in any case of letters.
         on_cpu: Whether the processes train on the CPU.
-        asked: Where and how, as a message begins.
-        fix: What to do instead.
+        asked: Beginning of the message: where and how fp16 is asked for.
+        fix: Thing to do instead.
     """
     if not on_cpu or str(precision).lower() != "fp16":
         return []

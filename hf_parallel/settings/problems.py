@@ -201,7 +201,7 @@ def nearest_value(given: object, details: Sequence[ErrorDetails], default: objec
     """The allowed value that was probably meant; `default` where nothing is near.
 
     Args:
-        given: What was written.
+        given: Value that was written.
         details: What pydantic says of it, once for each member of a union; the allowed words and bounds stand there.
         default: The setting's.
     """
@@ -286,7 +286,7 @@ def as_mapping(given: object, name: str = "", model: type[Section] | None = None
     """Word the fix where a mapping is expected and something else was written.
 
     Args:
-        given: What was written.
+        given: Value that was written.
         name: The section's.
         model: The section's; the value may be meant for its first key that takes it.
     """

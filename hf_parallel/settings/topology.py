@@ -116,7 +116,7 @@ class TopologyConfig(Section):
 
         Args:
             key: The setting that asks for them.
-            links: What joins the ranks.
+            links: Links that join the ranks.
             shape: The mesh; its `dp_inside` is not read.
 
         Raises:

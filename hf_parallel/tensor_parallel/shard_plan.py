@@ -152,8 +152,8 @@ class BlockSequence:
 
     Args:
         name: The block.
-        inputs: Where its hidden states are among its arguments.
-        outputs: Where they are in what it returns.
+        inputs: Places of its hidden states among its arguments.
+        outputs: Places of its hidden states in what it returns.
         regions: Modules that run on the whole sequence; everything else runs on a part.
         partial: Parameters used on a part of the sequence, so that their gradients are summed; relative to the block.
         whole: Why the block runs on the whole sequence; empty if it does not.
@@ -231,7 +231,7 @@ class TPPlan:
         flops: Module -> operations of the matrix products it runs itself, per token of the sample, forward.
         numel: Parameter -> number of elements of the full tensor.
         aliases: Stored-as-shard name -> other names of the same tensor (a module that sits at several places).
-        sequence: How the sequence is shared between the sharded layers; None: every rank has all of it.
+        sequence: Division of the sequence between the sharded layers; None: every rank has all of it.
     """
 
     tp_size: int

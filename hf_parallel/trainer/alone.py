@@ -25,8 +25,8 @@ def config_alone(config: HFParallelConfig, explanation: str) -> tuple[HFParallel
     """The settings of one process.
 
     Args:
-        config: As given.
-        explanation: Where they came from.
+        config: Settings as they were given.
+        explanation: Origin of the settings.
 
     Returns:
         The settings that have an effect, `explanation` with both kinds named, and whether the engine has to run for them.

@@ -52,7 +52,7 @@ def plan_layout(
     """Plan on rank 0, the same on every rank, and give the Trainer the rows that keep its optimizer step; collective.
 
     Args:
-        trainer: Whose step has per_device_train_batch_size * gradient_accumulation_steps * world size rows.
+        trainer: Trainer, whose step has per_device_train_batch_size * gradient_accumulation_steps * world size rows.
         config: Settings with `layout: auto`.
         sample: A small batch of the kind the model is trained on; None: rows of the data set are looked at.
 

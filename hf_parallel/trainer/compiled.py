@@ -21,7 +21,7 @@ def with_compiled_blocks(
     Args:
         config: The settings.
         schedule: The schedule that they ask for.
-        plugin: What accelerate was asked for.
+        plugin: Compilation that accelerate was asked for.
 
     Raises:
         ConfigError: It asks for a backend or an option that blocks are not compiled with, or for another backend than the

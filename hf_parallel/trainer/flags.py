@@ -20,7 +20,7 @@ def agree_on_flags(session: Session, control: TrainerControl, state: TrainerStat
 
     Args:
         session: The run.
-        control: What the Trainer is told.
+        control: Flags of the Trainer.
         state: How far it is.
         names: Flags of `control`.
 

@@ -38,7 +38,7 @@ class Background:
     """Work of one save in a thread of its own.
 
     Args:
-        work: What it does; may use `channels.saving`, and raises the same on every rank or on none.
+        work: Writes; may use `channels.saving`, and raises the same on every rank or on none.
         channels: Groups.
     """
 

@@ -57,7 +57,7 @@ def save_pieces(folder: Path, pieces: Iterable[Piece], group: dist.ProcessGroup 
     """Write pieces that no other rank writes; all ranks of the group call it.
 
     Args:
-        folder: Where to; made if it is not there.
+        folder: Folder to write to; made if it is not there.
         pieces: This rank's; over all ranks they make up whole tensors.
         group: None for all ranks.
 

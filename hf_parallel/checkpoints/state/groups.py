@@ -149,8 +149,8 @@ def of_these_groups(scheduler: Mapping[str, Any], order: Sequence[int], own: Map
     """A saved scheduler's state with one entry for each group of this rank.
 
     Args:
-        scheduler: What was saved.
-        order: What `match_groups` returned.
+        scheduler: State of a scheduler as it was saved.
+        order: Result of `match_groups`.
         own: State of this rank's scheduler.
     """
     found = dict(scheduler)

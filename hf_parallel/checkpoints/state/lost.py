@@ -25,7 +25,7 @@ def what_is_lost(optimizer: torch.optim.Optimizer, *, later: bool = False) -> st
     """Why a checkpoint would not hold all that this optimizer keeps; None if it would.
 
     Args:
-        optimizer: As it steps.
+        optimizer: The optimizer, with the state it has when it steps.
         later: Whether what it will keep after a step counts too, as far as a copy on tiny parameters shows it.
     """
     found = _lost(optimizer)

@@ -27,7 +27,7 @@ class Piece:
     Args:
         label: Name of the tensor in the checkpoint.
         shape: Shape of the whole tensor.
-        offsets: Where the box begins, one number a dim.
+        offsets: Offset of the box in the whole tensor, one number a dim.
         data: Its elements, of the box's shape; a view, so that reading into it fills what it was made of.
     """
 
@@ -42,7 +42,7 @@ class Box:
     """Consecutive elements of a tensor that form a box of it.
 
     Args:
-        offsets: Where it begins.
+        offsets: Offset of the box, one number a dim.
         sizes: Its extent.
     """
 

@@ -23,9 +23,9 @@ class Published:
     """A checkpoint that was just published.
 
     Args:
-        folder: Where it is.
-        files: What its manifest lists.
-        facts: What else its manifest says.
+        folder: Its folder.
+        files: Files that its manifest lists.
+        facts: Other facts of its manifest.
         looks: Name -> length and time of every file, as this rank saw them then.
     """
 

@@ -74,7 +74,7 @@ def restore_wire(
         saved: What the checkpoint says of its wire: `method` and `dp_size`; None if it had none.
         settings: Settings of this run.
         names: Parameters on this rank.
-        place: Where this rank stands.
+        place: Position of this rank.
 
     Raises:
         CheckpointError: No residuals, those of another method, or a damaged file.

@@ -34,7 +34,7 @@ class SavedState:
     Args:
         index: Index of the checkpoint's tensors.
         numbers: Label -> what is one number for a parameter.
-        place: Where this rank stands now.
+        place: Position of this rank now.
     """
 
     def __init__(self, index: TensorIndex, numbers: Mapping[str, Any], place: Place) -> None:

@@ -27,7 +27,7 @@ def require_shared(folder: Path, mesh: Mesh) -> None:
     Every rank also writes a file of its own there and removes it, as it will for its part of a checkpoint.
 
     Args:
-        folder: As this rank names it; made if it is not there.
+        folder: The folder as this rank names it; made if it is not there.
         mesh: This rank's mesh.
 
     Raises:

@@ -35,7 +35,7 @@ def load_small(path: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
 
     Args:
         path: The file.
-        keys: What must be in it.
+        keys: Keys that must be in it.
 
     Raises:
         CheckpointError: It is missing, truncated, damaged, or holds something else; names it.

@@ -38,7 +38,7 @@ def write_stock_state(checkpoint: Path, folder: Path) -> None:
 
     Args:
         checkpoint: A folder `checkpoint-N` whose files were compared with its manifest.
-        folder: Where to.
+        folder: Folder to write to.
 
     Raises:
         CheckpointError: The checkpoint has no training state, a damaged one, or one that only its own layout can take up.

@@ -70,8 +70,8 @@ class Holdings:
         mesh: This rank's mesh.
         parameters: Ledger name -> this rank's parameter.
         buffers: Ledger name -> this rank's persistent buffer.
-        replicas: What its replicas do with each other; None for a process that trains alone.
-        compression: How gradients, or pseudo-gradients, are sent.
+        replicas: Reduction over the replicas; None for a process that trains alone.
+        compression: Settings by which gradients, or pseudo-gradients, are sent.
         versions: The weights of several updates, of an asynchronous schedule; None of another.
     """
 
@@ -119,7 +119,7 @@ class Holdings:
         """Whose saved state this rank takes up.
 
         Args:
-            saved_replicas: How many replicas had a state of their own; None if they shared one.
+            saved_replicas: Number of replicas that had a state of their own; None if they shared one.
         """
         if saved_replicas is None:
             return Place(self.ledger, self.mesh)
@@ -147,10 +147,10 @@ def snapshot(
     """Collect what this rank writes of the training state; every rank calls it. Tensors are views, nothing is copied.
 
     Args:
-        folder: Where it will be written, for messages.
-        holdings: What this rank has.
+        folder: Folder that it will be written to, for messages.
+        holdings: The tensors of this rank.
         optimizer: The optimizer.
-        dropout_step: What the masks of a pipeline are drawn by; None without one.
+        dropout_step: Step that the masks of a pipeline are drawn for; None without a pipeline.
     """
     view, place, replicas = holdings.view(optimizer), holdings.place(), holdings.replicas
     wire = replicas.wire if replicas is not None and keeps_debt(holdings.compression) else None
@@ -204,7 +204,7 @@ class Resumed:
 
     Args:
         order: For each group of the optimizer, which saved one it is.
-        dropout_step: What the masks of a pipeline go on with; None if there was none.
+        dropout_step: Step with which the masks of a pipeline go on; None if there was none.
     """
 
     order: list[int]

@@ -25,8 +25,8 @@ class _Done:
 
     Args:
         version: torch's count of changes in place when it was followed.
-        data: What `tensor.data` gives; changes of it have a count of their own.
-        dtypes: What it was cast to, in order.
+        data: Result of `tensor.data`; changes of it have a count of their own.
+        dtypes: Dtypes it was cast to, in order.
         is_changed: Whether values were changed in a way that no count shows.
     """
 

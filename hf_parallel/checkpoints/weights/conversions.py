@@ -31,7 +31,7 @@ class Group:
 
     Args:
         target: Name of the first result.
-        transform: What is done to them, by transformers.
+        transform: Conversion by transformers.
         sources: (pattern of the transform, name of the tensor) in order.
     """
 
@@ -90,7 +90,7 @@ def groups_to_save(transforms: Sequence[WeightTransform] | None, names: Sequence
     """The groups that turn a model's tensors into those of a checkpoint, in the order in which they are saved.
 
     Args:
-        transforms: What was done to load the model; None: nothing is converted.
+        transforms: Conversions by which the model was loaded; None: nothing is converted.
         names: The model's tensors in its own order.
 
     Source: transformers 5.23, `core_model_loading.revert_weight_conversion`.

@@ -37,8 +37,8 @@ class Source:
     """Origin of a tensor of the model in the checkpoint.
 
     Args:
-        group: What is read and converted for it.
-        dtype: What it is read as; a later cast of the model comes on top.
+        group: Tensors of the checkpoint that are read and converted for it.
+        dtype: Dtype it is read in; a later cast of the model comes on top.
         shape: Its whole shape.
     """
 
@@ -143,7 +143,7 @@ class Unread:
             model: Cut and sharded, or whole.
             ledger: Ledger of the whole model, for the layouts of shards; None: the model is whole.
             mesh: This rank's mesh.
-            device: Where values go.
+            device: Device of the values.
 
         Raises:
             CheckpointError: A file or tensor cannot be read on some rank; the same text on every rank.

@@ -49,7 +49,7 @@ class Export:
     """Content of a folder that is about to be written, the same on every rank.
 
     Args:
-        groups: What is gathered and converted together, in order.
+        groups: Tensors that are gathered and converted together, in order.
         files: File name -> shapes and dtypes of the tensors in it, by name.
         index: Index of several files; None for one.
     """
@@ -136,8 +136,8 @@ def write_weights(
     """Write the weights into a folder; collective.
 
     Args:
-        export: What it will hold.
-        folder: Where world rank 0 writes.
+        export: The planned content of the folder.
+        folder: Folder that world rank 0 writes to.
         model: The model.
         ledger: Its ledger.
         held: Ledger name -> this rank's tensor or shard.

@@ -35,12 +35,12 @@ class CompressedWire:
 
     Args:
         group: The ranks; a group of their own.
-        lane: Where the work is done.
-        method: What compresses; None in the exact part of a hierarchy.
+        lane: Thread or stream that does the work.
+        method: The codec; None in the exact part of a hierarchy.
         keeps_dense: Name and shape of a parameter -> whether its gradient is sent as it is.
         feedback: Keeps what was left out; None to lose it.
         meter: Meter of `method`.
-        loss_scale: What gradients are multiplied with now (fp16); residuals are kept without it.
+        loss_scale: Factor that gradients have now (fp16); residuals are kept without it.
     """
 
     group: dist.ProcessGroup

@@ -32,7 +32,7 @@ class HookState:
     """State of the hook: the wire, and the names of parameters.
 
     Args:
-        wire: What carries the gradients.
+        wire: Carries the gradients.
         names: Id of a parameter -> its name.
     """
 

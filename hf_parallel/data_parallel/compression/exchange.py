@@ -31,7 +31,7 @@ class Meter:
 
     Attributes:
         wire_bytes: Sent by this rank, by the formulas of the collectives.
-        dense_bytes: What a ring all-reduce (or reduce-scatter) in the gradients' own dtype would have sent.
+        dense_bytes: Bytes that a ring all-reduce (or reduce-scatter) in the gradients' own dtype would have sent.
         codec_seconds: CPU time of encoding, decoding and feeding back; on CUDA, of launching it.
         skipped: Buckets with values that were not finite, whose residuals stayed as they were.
     """
@@ -61,7 +61,7 @@ class CompressedAllReduce:
     Args:
         codec: The codec.
         group: The ranks; this object is used by one thread at a time.
-        schedule: How codes are exchanged.
+        schedule: Collectives by which codes are exchanged.
         meter: Counts.
     """
 

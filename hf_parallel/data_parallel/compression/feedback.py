@@ -53,7 +53,7 @@ class ErrorFeedback:
             bucket: The bucket.
             start: First element.
             length: Number of elements; those behind the bucket's end are padding.
-            device: Where it shall be.
+            device: Device of the residual.
         """
         key = (bucket.names, start, length)
         if key not in self._flat:

@@ -64,7 +64,7 @@ def predict(wire: CompressedWire, shapes: Mapping[str, torch.Size], device: torc
     """The prediction for gradients of these shapes.
 
     Args:
-        wire: What will carry them.
+        wire: Wire that will carry them.
         shapes: Trained parameter -> shape on this rank.
         device: Device of the gradients; the codec is tried there.
     """

@@ -37,7 +37,7 @@ class Wait:
     """A place where the host waits for the device.
 
     Args:
-        where: What it waits for, and the line.
+        where: Call that it waits in, and its line.
         times: In a step.
     """
 
@@ -54,8 +54,8 @@ class DryRun:
         parameters: Elements of parameters that the rank runs, before ZeRO shares them out.
         peak: Memory when most was taken.
         after_bytes: Memory between two steps.
-        messages: What was sent, the most bytes first.
-        waits: Where the host waits, the most often first.
+        messages: Messages sent, the most bytes first.
+        waits: Places where the host waits, the most often first.
     """
 
     rank: str

@@ -69,7 +69,7 @@ class Job:
         ranks_per_node: Ranks of the world on each machine.
         on_gpu: Whether ranks have GPUs and NCCL; else CPU and gloo.
         precision: Precision of the parameters.
-        compute: What forward passes are autocast to; None without autocast.
+        compute: Autocast dtype of forward passes; None without autocast.
         mask: Whether batches come with an attention mask.
         lora_rank: Rank of LoRA on the linear layers of the model, which is frozen then; 0 trains the model.
     """

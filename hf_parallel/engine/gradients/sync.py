@@ -56,11 +56,11 @@ class GradientSync:
         ledger: The model's ledger.
         parameters: Ledger name -> this rank's parameter (a shard where the entry has a spec).
         mesh: This rank's mesh. Building the groups of shared parameters is collective.
-        settings: What the replicas do with each other.
+        settings: Settings of the reduction over replicas.
 
     Attributes:
         settings: Settings of the optimizers.
-        states: What user code sees of the optimizers' states.
+        states: View of the optimizers' states for user code.
         in_window: Whether the last backward pass was not the last of its step.
         given_away: Whether the last backward pass was `torch.autograd.grad`, which leaves no gradients here.
         buckets: The buckets in which gradients are reduced.
@@ -181,7 +181,7 @@ class GradientSync:
         """A backward pass begins: gradients may leave while it runs.
 
         Args:
-            factor: What `reduce` or `accumulate` will be given after it; None if that is not known yet.
+            factor: Factor that `reduce` or `accumulate` will be given after it; None if that is not known yet.
             last: Whether it is the last of its step.
         """
         if self.buckets.are_current and not self.arrivals.has_assigned:
@@ -277,7 +277,7 @@ class GradientSync:
 
         Args:
             optimizer: The optimizer.
-            model: Whose parameters it updates, if its forward passes go through an engine.
+            model: Model whose parameters it updates, if its forward passes go through an engine.
 
         Returns:
             What to tell when a step begins.

@@ -70,8 +70,8 @@ def plan_head(setup: Setup, probes: Probes, shards: TPPlan | None, shown: Shown,
     Args:
         setup: The whole model.
         probes: The batches to try it with.
-        shards: How its layers are sharded.
-        shown: What shows what the whole model does. Only rank 0 needs it.
+        shards: Sharding of its layers.
+        shown: Model that shows what the whole model does. Only rank 0 needs it.
         stand_in: For a model without values.
 
     Raises:
@@ -116,7 +116,7 @@ def judge_head(model: nn.Module, sample: Mapping[str, Any], shards: TPPlan | Non
     Args:
         model: The whole model, with values; it is left as it was.
         sample: A small batch; `input_ids` serve as labels if there are none.
-        shards: How its layers will be sharded.
+        shards: Planned sharding of its layers.
     """
     name = find_ends(model).head
     try:

@@ -65,7 +65,7 @@ def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, parts: int, copie
         ledger: Its ledger.
         pp_rank: Pipeline rank.
         parts: Ranks over which sharded parameters are spread.
-        copies: How many times as much of their optimizer state it keeps as of the other parameters' where replicas share both.
+        copies: Factor by which a rank keeps more of the experts' optimizer state than of others', where replicas share both.
     """
     tensors = _named(model)
     trained = {name for name, tensor in tensors.items() if tensor.requires_grad}

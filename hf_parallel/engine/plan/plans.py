@@ -52,16 +52,16 @@ class Plans:
         forward: The genuine forward of the model, as it is when it is parallelized; it keeps logits local in training
             where the vocabulary is sharded.
         tensor_parallel: Roles and shard layouts, None with tp_size 1.
-        experts: How they are spread over replicas, None with ep_size 1.
+        experts: Spread of experts over replicas, None with ep_size 1.
         cut: The pipeline stages, None with pp_size 1.
         stack: Name of the list of blocks; "" where nobody had to know it.
         recomputed: Groups of its blocks that are checkpointed together.
         units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         ledger: The full model's parameters.
-        prediction: What the cut is expected to cost, None with pp_size 1.
+        prediction: Expected cost of the cut, None with pp_size 1.
         head: Whether its logits are made for the loss.
-        shown: What shards were planned with in place of the whole model; rank 0 knows.
-        rows: What the model knows of rows that its ranks share, None with sp_size 1.
+        shown: Model that shards were planned with in place of the whole one; rank 0 knows.
+        rows: The sequence that the model's ranks share, None with sp_size 1.
     """
 
     forward: Callable[..., Any]

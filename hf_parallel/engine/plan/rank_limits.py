@@ -70,7 +70,7 @@ def products_per_s(model: nn.Module, device: torch.device, seconds: float = MEAS
 
     Args:
         model: Its first floating-point parameter has the dtype.
-        device: Where they are done.
+        device: Device that computes them.
         seconds: To measure for, above 0.
     """
     width = WIDTHS.get(device.type, WIDTH_OF_OTHERS)

@@ -50,7 +50,7 @@ def check_plans(setup: Setup, plans: Plans, probes: Probes, *, has_values: bool)
 
     Args:
         setup: The whole model, unchanged; its config has the `self_check` settings.
-        plans: How it will be cut and sharded.
+        plans: Planned cut and shards.
         probes: The batches to compare on.
         has_values: Whether the model has its weights; else a narrow one with random weights is compared, or nothing.
 

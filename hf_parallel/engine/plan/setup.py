@@ -27,9 +27,9 @@ class Setup:
         config: The validated settings.
         schedule: The pipeline schedule that they ask for.
         mesh: This rank's mesh.
-        device: Where the model is.
+        device: Device of the model.
         watchdog: For waits.
-        verdicts: What was found out at earlier starts.
+        verdicts: Verdicts of earlier starts.
         recorder: Keeps when this rank does what.
     """
 
@@ -58,7 +58,7 @@ class StandIn:
     """Answers what takes values, for a model whose values are not read yet. Only rank 0 asks.
 
     Args:
-        plan: As `plan_model`, from tp_size, sample and settings.
+        plan: Makes a plan as `plan_model` does, from tp_size, sample and settings.
         model: Makes a small model that computes its loss as the model does, from a batch, and the batch for it.
     """
 

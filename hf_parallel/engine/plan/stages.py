@@ -35,13 +35,13 @@ class Cut:
     """A model on several pipeline stages.
 
     Args:
-        stages: What crosses each possible cut, and which parameters each block reads.
+        stages: Crossings of each possible cut, and the parameters that each block reads.
         schedule: The schedule and where each stage runs.
         costs: Costs of every block.
         bounds: Block boundaries of the stages, [0, ..., num_blocks].
-        loss_kind: How the model's own loss may be computed (see `judge_loss`).
-        backward_kind: What users' code in backward passes needs (see `judge_backward`).
-        limits: What the ranks can do.
+        loss_kind: Way in which the model's own loss may be computed (see `judge_loss`).
+        backward_kind: Needs of users' code in backward passes (see `judge_backward`).
+        limits: Limits of the ranks.
     """
 
     stages: PipelinePlan
@@ -69,10 +69,10 @@ def plan_cut(
 
     Args:
         setup: The whole model.
-        stages: Where it can be cut.
+        stages: Possible cuts.
         probes: The batches to try it with.
         stand_in: For a model without values.
-        shards: How the layers are sharded, None with tp_size 1.
+        shards: Sharding of the layers, None with tp_size 1.
 
     Raises:
         PlanError: No cut fits, or the model cannot run the batch that is measured.

@@ -38,7 +38,7 @@ class Verdicts:
     """Verdicts about one model in one run; the same file for whoever asks the same.
 
     Args:
-        folder: Where they are kept; None: nothing is remembered.
+        folder: Folder of the files; None: nothing is remembered.
         about: Tells what all of them depend on; asked once, when the first is wanted.
     """
 
@@ -50,8 +50,8 @@ class Verdicts:
         """Look up a verdict; None where none was stored, or the file cannot be read.
 
         Args:
-            kind: What the verdict is on.
-            of: What it depends on beside the model and the run; its text counts.
+            kind: Subject of the verdict.
+            of: Thing that it depends on beside the model and the run; its text counts.
         """
         file, key = self._file(kind, of)
         if file is None:
@@ -84,8 +84,8 @@ class Verdicts:
         """Run a check that has not succeeded before; whether it has succeeded now or then.
 
         Args:
-            kind: What the verdict is on.
-            of: As for `get`.
+            kind: Subject of the verdict.
+            of: Thing that it depends on, as for `get`.
             check: Returns whether it was made; what it raises is not remembered.
         """
         if self.get(kind, of) is True:
@@ -127,7 +127,7 @@ def verdicts_of(
         model: The whole model.
         config: The settings.
         shape: Shape of the mesh.
-        device: Where the model is.
+        device: Device of the model.
         batch: Batch that plans are made with.
     """
 

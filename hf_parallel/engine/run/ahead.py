@@ -46,7 +46,7 @@ class _Begun:
 
     Attributes:
         batches: Its batches, as the model will be called with them.
-        shares: What each microbatch contributes to the loss of its batch.
+        shares: Contribution of each microbatch to the loss of its batch.
         first: Number of its first microbatch.
         step: Step whose random numbers it draws.
         known: What was known of the optimizers when it was begun: from one step on all ranks, where losses leave in

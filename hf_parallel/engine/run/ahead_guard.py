@@ -38,7 +38,7 @@ class AheadGuard:
     """Compares weights and modules with those that microbatches of later steps have met.
 
     Args:
-        model: What this rank has of the model.
+        model: This rank's part of the model.
         parameters: Ledger name -> this rank's parameter.
         versions: The versions of the trained weights.
         name: Name of the schedule.

@@ -23,9 +23,9 @@ class CallersBackward:
     """Gradients that wait for the end of a backward pass of the caller's.
 
     Args:
-        freezing: What the stages tell each other about frozen parameters.
+        freezing: Tells the other stages which parameters are frozen.
         hooks: Hooks on parameters.
-        backwards: What the ranks compare of their backward passes.
+        backwards: Compares the backward passes of the ranks.
         attachment: Model, gradients, watchdog.
     """
 

@@ -54,7 +54,7 @@ class Attachment:
     Args:
         model: The model, already cut and sharded.
         forward: The model's genuine forward, as it was when the model was prepared.
-        device: Where the model computes.
+        device: Device of the model.
         mesh: This rank's mesh.
         ledger: The full model's parameters.
         parameters: Ledger name -> this rank's parameter.
@@ -106,7 +106,7 @@ class Engine:
 
     Attributes:
         recorder: Keeps when this rank does what.
-        expected: What the plans say of the ranks.
+        expected: Expectations of the plans about the ranks.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -148,7 +148,7 @@ class Engine:
         """A backward pass is over. The last one of an optimizer step ends the step: compare, then reduce.
 
         Args:
-            factor: What the gradients are multiplied with.
+            factor: Factor for the gradients.
             compare: Refuses what the ranks must not do differently in a step. Comes first: the reduction changes gradients.
         """
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):

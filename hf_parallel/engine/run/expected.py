@@ -60,7 +60,7 @@ def expected(
     """Put together what the plans say.
 
     Args:
-        holdings: What each pipeline rank holds.
+        holdings: Holding of each pipeline rank.
         prediction: Prediction for the cut; None with one stage.
         recomputed: Groups of blocks whose activations are not kept.
     """

@@ -31,10 +31,10 @@ class LastStage:
     Args:
         mesh: This rank's mesh.
         runtime: Executor of this rank's stages.
-        device: Where the model computes.
+        device: Device of the model.
         watchdog: Hang reports.
-        digests: What the ranks compare of their batches and common weights.
-        freezing: What the ranks tell each other about frozen parameters.
+        digests: Compares the ranks' batches and common weights.
+        freezing: Tells the other ranks which parameters are frozen.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LastStage:
             batches: Batches that this rank has read.
             power: Summand of this rank in another sum (0-d).
             group: The model copy; nothing else is sent over it, because ranks may come here in different steps.
-            known: What is known of the optimizers, from a step that is the same one on all ranks.
+            known: Facts about the optimizers, of a step that is the same one on all ranks.
         """
         count = len(batches)
         message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self.device)
@@ -148,7 +148,7 @@ class LastStage:
 
         Args:
             parts: f[B/m S V] of each microbatch; empty where the last stage is not.
-            batch: What this rank has read.
+            batch: Batch that this rank has read.
         """
         with self._watchdog.waiting("waits for the logits of the last stage"):
             # i[dims and whether float64, B, S, V, digests, frozen]; half precision is sent as float32.

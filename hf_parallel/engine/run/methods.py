@@ -24,7 +24,7 @@ def install_methods(
 
     Args:
         model: The model.
-        replicas: What the replicas do with each other: whether the optimizer or the parameters are partitioned.
+        replicas: Reduction over the replicas; says whether the optimizer or the parameters are partitioned.
         forward: The forward that the instance had before ours; None for that of its class.
         in_parts: Whether this rank has a part of the model.
     """

@@ -53,7 +53,7 @@ class MicrobatchLoss:
 
     Args:
         model: The model.
-        kind: How its own loss may be computed (see `loss_kind.judge_loss`).
+        kind: Way in which its own loss may be computed (see `loss_kind.judge_loss`).
         num_microbatches: Parts a batch is cut into, at most its rows.
         shifted: Whether the first label of a row is no target of the model's own loss.
         fills_up: Whether batches with fewer rows get empty microbatches: replicas that share experts run equally many.

@@ -52,7 +52,7 @@ class CallKind:
         refused: Outputs that microbatches cannot make, with the reason; None if nobody has looked.
         is_read: Whether user code reads any, so that they are sent without being asked for.
         in_two_passes: Whether losses were computed from them that the fused step cannot serve.
-        told: What was last said about it.
+        told: Last message about it.
     """
 
     gives: dict[str, bool]
@@ -140,7 +140,7 @@ class Reading:
         count: Microbatches.
         caught: The outputs, on the last stage.
         made: Gradients of the model's own loss; None if there was no backward.
-        seed: What that loss was multiplied with.
+        seed: Factor that the loss was multiplied with.
         own: The same as `Caught.joined_own`, on every rank.
     """
 

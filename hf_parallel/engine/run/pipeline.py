@@ -52,8 +52,8 @@ class PipelineEngine(Engine):
         runtime: Executor of this rank's stages.
         programs: This rank's actions, by number of microbatches.
         num_microbatches: Parts a batch is cut into, at most its rows.
-        loss_kind: How the model's own loss may be computed (see `loss_kind.judge_loss`).
-        backward_kind: What users' code in backward passes needs (see `backward_kind.judge_backward`).
+        loss_kind: Way in which the model's own loss may be computed (see `loss_kind.judge_loss`).
+        backward_kind: Needs of users' code in backward passes (see `backward_kind.judge_backward`).
         schedule: Its name; one that does not drain the pipeline has windows of several steps in it.
         vertical_sync: Whether the stages of such a one step together.
 
@@ -331,8 +331,8 @@ class PipelineEngine(Engine):
 
         Args:
             made: Gradients of this forward; None if they are those of a window, which one factor is applied to.
-            seed: What the schedule's losses were multiplied with.
-            gradient: What upstream code multiplied the loss with (0-d).
+            seed: Factor that the schedule's losses were multiplied with.
+            gradient: Factor that upstream code multiplied the loss with (0-d).
         """
         self._guards.late_hooks.check_factor(gradient / seed)
         if made is not None:

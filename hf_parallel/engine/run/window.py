@@ -61,7 +61,7 @@ class Window:
         """The loss (0-d) of the batch that `holds` found to be the next.
 
         Args:
-            batch: As the model was called.
+            batch: Batch with which the model was called.
             run: Runs the schedule of all batches, and gives a loss for each.
         """
         if self._position == 0:

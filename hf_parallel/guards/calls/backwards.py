@@ -35,7 +35,7 @@ class Backwards:
 
     Args:
         mesh: This rank's mesh.
-        device: Where gradients are.
+        device: Device of the gradients.
         settings: Settings of this rank's optimizers, which are compared in the same message.
     """
 
@@ -133,7 +133,7 @@ class Backwards:
         """Judge a step that is not judged yet; before its weights are evaluated or saved. Waits for the device.
 
         Raises:
-            RankMismatchError: As `agree_later`.
+            RankMismatchError: For the reasons of `agree_later`.
         """
         before, self._under_way = self._under_way, None
         if before is None:

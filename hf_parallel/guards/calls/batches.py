@@ -138,7 +138,7 @@ class BatchDigests:
         Args:
             slots: Slots of all ranks.
             batches: Batches that this rank has read.
-            known: What was known of the optimizers, if that differs from what is known now; else None.
+            known: Facts about the optimizers, if they differ from those known now; else None.
         """
         mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.place_in_copy]
         _write(mine, [self._digests.of(batches), self._settings.word(known), *self._common.digests()])
@@ -182,7 +182,7 @@ class SharedBatch:
 
     Args:
         mesh: This rank's mesh.
-        device: Where the model computes.
+        device: Device of the model.
         common: Weights that all of these ranks hold.
         random: Random states that all of these ranks share.
         settings: Settings of this rank's optimizers.
@@ -213,7 +213,7 @@ class SharedBatch:
         """Before a forward pass; collective over the ranks of the stage: five numbers each.
 
         Args:
-            batch: What the model is called with.
+            batch: Arguments of the call of the model.
             trains: Whether it is a training forward pass, which may draw random numbers.
             looks: Whether to look at the common weights and the optimizers too: in the first and the last pass of a step at least.
 
@@ -268,7 +268,7 @@ class SharedBatch:
         The device has then long got to it.
 
         Raises:
-            RankMismatchError: As `begin`.
+            RankMismatchError: For the reasons of `begin`.
         """
         try:
             yield
@@ -284,7 +284,7 @@ class SharedBatch:
         """Before gradients are reduced; collective if the step's last pass did not look at common weights.
 
         Raises:
-            RankMismatchError: As `begin`.
+            RankMismatchError: For the reasons of `begin`.
         """
         self.settle()
         if not self._looked:
@@ -296,7 +296,7 @@ class SharedBatch:
         """Judge what is not judged yet; before an update.
 
         Raises:
-            RankMismatchError: As `begin`.
+            RankMismatchError: For the reasons of `begin`.
         """
         before, self._under_way = self._under_way, None
         if before is None:

@@ -70,7 +70,7 @@ class LateForward:
     Attributes:
         run: The forward of a copy, of `given`.
         given: Arguments.
-        result: What it returns.
+        result: Its result.
         gradients: Function of `given` and gradients of what is returned: those of the arguments that have rows.
 
     Raises:

@@ -110,7 +110,7 @@ class Arrivals:
         """Everything is reduced.
 
         Args:
-            others: What the optimizer updates in place of parameters.
+            others: Tensors that the optimizer updates in place of parameters.
         """
         with torch.no_grad():
             self.put_back()

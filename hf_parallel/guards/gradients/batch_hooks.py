@@ -137,7 +137,7 @@ class BatchHooks:
             frozen: Ids of parameters whose gradients do not count.
 
         Raises:
-            UnsupportedError: What a hook does cannot be done on this mesh.
+            UnsupportedError: A hook does something that cannot be done on this mesh.
         """
         found, self._found = self._found, {}
         if not found and not self._agreed:

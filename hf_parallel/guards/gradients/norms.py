@@ -27,7 +27,7 @@ class NormsOfShown:
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
         counted: Chooses the elements of a parameter that this rank counts, whichever stage owns it.
-        shards: How parameters are sharded.
+        shards: Sharding of the parameters.
         waiting: Context for waits on other ranks.
     """
 

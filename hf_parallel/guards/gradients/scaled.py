@@ -83,7 +83,7 @@ class StageFactors:
         """Compare what the stages told each other, if it was not compared yet.
 
         Raises:
-            UnsupportedError: As `settle`.
+            UnsupportedError: For the reasons of `settle`.
         """
         while self._under_way:
             self._compare(*self._under_way.popleft())

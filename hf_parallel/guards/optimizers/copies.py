@@ -19,7 +19,7 @@ class SettingsOfCopies:
     Args:
         mesh: This rank's mesh.
         settings: Settings of this rank's optimizers.
-        device: Where the ranks send from.
+        device: Device that the ranks send from.
     """
 
     def __init__(self, mesh: Mesh, settings: OptimizerSettings, device: torch.device) -> None:

@@ -35,9 +35,9 @@ class MovingBuffers:
     """Finds the buffers that move, and keeps them equal over the replicas.
 
     Args:
-        model: What this rank has of the model.
+        model: This rank's part of the model.
         mesh: This rank's mesh.
-        device: Where the model computes.
+        device: Device of the model.
 
     Attributes:
         moving: Names of the buffers that forward passes of any rank write to.
@@ -72,7 +72,7 @@ class MovingBuffers:
 
         Args:
             num_passes: Forward passes that one process would run as one.
-            batches: What it is for: a number that becomes the length of a row counts nothing.
+            batches: Batches of the pass: a number that becomes the length of a row counts nothing.
 
         Raises:
             UnsupportedError: Buffers move and there are several; on every rank. Or some replicas alone wrote to buffers.
@@ -198,7 +198,7 @@ class MovingBuffers:
         """Refuse buffers that ranks of one row have other values of: each wrote what its part of the row gives.
 
         Args:
-            everyone: What each rank wrote to.
+            everyone: Buffers that each rank wrote to.
         """
         buffers = dict(self._model.named_buffers())
         written = [name for name in sorted({*itertools.chain(*everyone)}) if name in buffers]

@@ -104,7 +104,7 @@ def refuse_unlike_weights(rank: int) -> None:
     """Refuse weights that a message with digests has shown to differ.
 
     Args:
-        rank: Whose weights are not those of the first rank that should have the same; 0 if there is none.
+        rank: Rank whose weights are not those of the first rank that should have the same; 0 if there is none.
 
     Raises:
         RankMismatchError: There is one.

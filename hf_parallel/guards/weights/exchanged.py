@@ -21,7 +21,7 @@ class WeightGuard:
         model: The model, cut and sharded.
         parameters: Name -> this rank's parameter.
         everywhere: Names of all parameters of the whole model, wherever they are.
-        gathered_of: What a module has in place of a parameter while that is gathered.
+        gathered_of: Gives the tensor that a module has in place of a parameter while that is gathered.
     """
 
     def __init__(

@@ -109,7 +109,7 @@ def refuse_unlike_parts(
         held: Names and tensors of this rank.
         shared: Axis -> its group, and the names that its ranks compare, the same on all of them; who does not hold one
             leaves it out.
-        what: Where the tensors come from.
+        what: Origin of the tensors.
 
     Raises:
         RankMismatchError: Names the first tensor and the axis; on every rank of the group.
@@ -128,8 +128,8 @@ def differing(numbers: Sequence[int | None], group: dist.ProcessGroup | None) ->
     """Positions at which ranks of a group have different numbers; collective, None: over the world.
 
     Args:
-        numbers: As many on every rank; None where this rank has nothing to compare.
-        group: Who compares.
+        numbers: Numbers, as many on every rank; None where this rank has nothing to compare.
+        group: Ranks that compare.
     """
     if not numbers:
         return []

@@ -18,7 +18,7 @@ class Part(NamedTuple):
 
     Attributes:
         value: With its unit.
-        beside: What it is compared with; empty if with nothing.
+        beside: Figure that it is compared with; empty without one.
         is_marked: Whether somebody should look at it.
     """
 
@@ -76,7 +76,7 @@ def line_of(metrics: Mapping[str, float], step: int, max_steps: int, stream: IO[
         metrics: Metrics from `metrics_of`, or logs with these.
         step: Number of the step that has just ended.
         max_steps: Steps of the run.
-        stream: Where it is written to; None: stdout.
+        stream: Stream that it is written to; None: stdout.
     """
     parts, stream = parts_of(metrics, step, max_steps), stream or sys.stdout
     if not stream.isatty() or importlib.util.find_spec("rich") is None:

@@ -26,7 +26,7 @@ class Job:
     Args:
         shape: Shape of the mesh.
         choice: The schedule.
-        expected: What the plans say.
+        expected: Expectations of the plans.
         told: Means that each rank told.
         stages: Seconds that each rank told: stage -> seconds.
     """

@@ -58,12 +58,12 @@ def write_report(
 
     Args:
         folder: Folder to write to.
-        job: What the ranks told of the whole run.
+        job: Facts that the ranks told of the whole run.
         records: The last step of each rank.
         offsets: Offsets of the ranks' clocks.
         history: The logged metrics.
         settings: Settings of the run.
-        planned_ranks: What is planned for 1 rank and more.
+        planned_ranks: Prediction for 1 rank and more.
 
     Returns:
         The page.

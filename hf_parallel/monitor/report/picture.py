@@ -47,12 +47,12 @@ class Arrow:
     """A message; seconds.
 
     Attributes:
-        label: What it carries.
+        label: Name of the message.
         kind: "F" or "B", the action that made it.
         source: Rank that sent it.
-        sent: When.
+        sent: Time of sending.
         target: Rank that it went to.
-        taken: When that had it.
+        taken: Time at which the receiver had it.
     """
 
     label: str
@@ -69,7 +69,7 @@ def timeline(names: Sequence[str], planned: Sequence[Bar], measured: Sequence[Ba
     Args:
         names: Names of the ranks.
         planned: May be empty: then there is one row a rank.
-        measured: What was measured.
+        measured: Measured spans.
         arrows: Messages between these ranks.
     """
     end = max((bar.end for bar in (*planned, *measured)), default=0.0)

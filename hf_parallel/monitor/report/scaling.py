@@ -27,7 +27,7 @@ class Scaled:
     """The best plan of some ranks, each with as many rows as in the run.
 
     Attributes:
-        ranks: How many.
+        ranks: Number of ranks.
         layout: In words.
         tokens_per_s: Predicted.
         speed_up: Against one rank of the smallest number that fits.
@@ -46,7 +46,7 @@ def planned_scaling(engine: Engine, job: Job, seq_len: int) -> list[Scaled]:
 
     Args:
         engine: Engine of rank 0.
-        job: What the ranks told.
+        job: Facts that the ranks told.
         seq_len: Tokens of a row.
     """
     read = sum(job.told[job.shape.rank_at(replica, 0, 0)].tokens for replica in range(job.shape.dp_size))

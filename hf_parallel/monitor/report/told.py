@@ -138,7 +138,7 @@ def encoded(told: Told, sums: Sums, stages: Sequence[int], most: int) -> list[fl
     """The message of a rank as numbers: the fields, then three for each stage that any rank has.
 
     Args:
-        told: What is told.
+        told: Facts to tell.
         sums: Sums over the same steps.
         stages: Stages of this rank.
         most: Stages of the rank with most.

@@ -119,9 +119,9 @@ def embedding_gradient(
     Parameters and what is kept of gradients stay as they are; the model is in training or in evaluation mode inside.
 
     Args:
-        model: What runs.
+        model: Model to run.
         batch: Its inputs, without labels.
-        scale: What the sum is multiplied with.
+        scale: Factor of the sum.
         trains: Whether modules are in training mode.
         row: Position of the first row in a larger batch, whose weight it has.
         seed: Seed of what the model draws.

@@ -72,9 +72,9 @@ class _Made:
 
     Args:
         form: "mean" or "sum" over the labels, or "items": the sum divided by the number of items.
-        targets: How many labels counted.
-        value: What it was when it was made.
-        added: What was added to it since, by identity.
+        targets: Number of labels that counted.
+        value: Its value when it was made.
+        added: Tensors that were added to it since, by identity.
     """
 
     form: Literal["mean", "sum", "items"]
@@ -180,9 +180,9 @@ class _Watch(TorchFunctionMode):
         """Find out how `loss` was made.
 
         Args:
-            loss: What the model returned.
+            loss: Loss that the model returned.
             extra: A term that it returned too and may have added, times a number: the auxiliary loss of a router.
-            expected: How many labels of the batch count.
+            expected: Number of labels of the batch that count.
 
         Raises:
             _UnknownError: In another way than as a sum or mean over the labels of the batch.

@@ -28,7 +28,7 @@ class Links:
         transports: (source rank, target rank) -> what carries messages from one to the other, for the pairs of
             `neighbour_pairs` that this rank is in.
         probe: Observers of waits.
-        counters: Where messages are counted.
+        counters: Counts messages.
 
     Raises:
         UnsupportedError: A pair has no transport.

@@ -170,7 +170,7 @@ class Sender:
         Args:
             tensors: The payload.
             message: The action that made it.
-            signature: What decides the payload's shapes, boundary included.
+            signature: Key that decides the payload's shapes, boundary included.
 
         Raises:
             RankMismatchError: If the payload differs from what the peer expects for this signature.

@@ -58,7 +58,7 @@ class PipelineRuntime:
         transports: (source rank, target rank) -> what carries messages between two neighbours, over a group of its own;
             empty if there is one rank.
         probe: Observers of waits and computations; its fields may be set later.
-        weights: What defers the weight gradients of this rank's stages; needed by programs that split backwards.
+        weights: Defers the weight gradients of this rank's stages; needed by programs that split backwards.
         before: Called with (stage, microbatch) before every forward.
 
     Attributes:
@@ -181,7 +181,7 @@ class PipelineRuntime:
         """Run all backwards of a `forward_phase`, once.
 
         Args:
-            state: What `forward_phase` returned; it is empty afterwards.
+            state: Result of `forward_phase`; it is empty afterwards.
             program: This rank's backwards.
             output_grads: On the rank of the last stage, for each microbatch the gradients with respect to
                 ``state.outputs``; None for a tensor that the loss does not use. Ignored elsewhere.

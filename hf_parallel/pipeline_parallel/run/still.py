@@ -20,7 +20,7 @@ class StillWeights:
     """The weights of one rank that are not trained.
 
     Args:
-        model: What this rank has of the model.
+        model: This rank's part of the model.
         parameters: Name -> parameter.
     """
 

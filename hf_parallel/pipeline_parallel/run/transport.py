@@ -53,7 +53,7 @@ class Transport(Protocol):
     """Carries tensors between the two ranks of a process group, in one direction.
 
     Attributes:
-        device: Where received tensors are placed.
+        device: Device of received tensors.
         receive_ahead: Receives that may be posted before their message is needed, at least 0.
         opens_late: Whether the first message opens the connection, and blocks both ranks meanwhile.
     """
@@ -168,7 +168,7 @@ def make_transport(kind: TransportKind, device: torch.device, group: dist.Proces
 
     Args:
         kind: "direct", "host", or "auto": direct where the group's backend takes tensors of the device, else host.
-        device: Where the stages' tensors live.
+        device: Device of the stages' tensors.
         group: Group of the two ranks, for this direction alone.
 
     Raises:

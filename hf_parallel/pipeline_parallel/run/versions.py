@@ -42,7 +42,7 @@ class WeightVersions:
     """The versions of one rank's weights.
 
     Args:
-        model: What this rank has of the model.
+        model: This rank's part of the model.
         parameters: Name -> parameter.
         delay: By how many updates the oldest version that is needed is older than the newest.
 

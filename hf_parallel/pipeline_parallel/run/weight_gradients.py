@@ -34,7 +34,7 @@ class WeightGradients:
 
     Attributes:
         layers: Layers that take part.
-        pending: Where a backward puts the factors; None when it computes weight gradients at once.
+        pending: Gets the factors of a backward; None when it computes weight gradients at once.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -34,7 +34,7 @@ class Slice:
 
     Attributes:
         schedule: The actions of each rank; microbatches count from the first of the window that ends here.
-        done: How far each rank is in the window that ends next.
+        done: Progress of each rank in the window that ends next.
         send_window: Sends to one rank that may be left unreceived.
     """
 
@@ -83,7 +83,7 @@ def next_slice(done: Done, counts: Sequence[int], *, vertical_sync: bool = True)
     """Return what each rank does until the first of some windows is complete.
 
     Args:
-        done: What each rank has done of them.
+        done: Actions of them that each rank has done.
         counts: Microbatches of each window that may be in the pipeline, the first of which is to be completed.
         vertical_sync: Whether all ranks end together.
     """

@@ -41,7 +41,7 @@ def program_of(schedule: Schedule, rank: int, send_window: int) -> Program:
     Args:
         schedule: The actions of each rank.
         rank: Pipeline rank.
-        send_window: What `required_send_window` found for the schedule.
+        send_window: Result of `required_send_window` for the schedule.
     """
     peers = [peer for peer in range(len(schedule)) if peer != rank]
     incoming = {peer: sends_of(schedule, peer, rank) for peer in peers}

@@ -68,7 +68,7 @@ def timeline_text(result: Simulation, *, scale: float) -> Text:
     a rank have lighter colours.
 
     Args:
-        result: What `simulate` returned.
+        result: Result of `simulate`.
         scale: Text columns of one time unit, as `columns_per_unit` returns them.
     """
     rows = [Text(f"rank {rank:<2} ") for rank in range(len(result.schedule))]

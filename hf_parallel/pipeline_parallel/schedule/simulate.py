@@ -21,7 +21,7 @@ class Simulation:
     Attributes:
         makespan: Time from the first start to the last end, in the unit of the costs.
         busy: Time each rank computes, in the same unit.
-        schedule: What was timed.
+        schedule: Schedule that was timed.
         starts: Start of every action, in the schedule's shape.
         ends: End of every action, in the schedule's shape.
     """

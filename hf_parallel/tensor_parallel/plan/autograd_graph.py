@@ -15,7 +15,7 @@ def met_first(tensors: Iterable[Tensor], known: Mapping[Any, T], ends: Collectio
     """Go back from `tensors` through the autograd graph, and collect the `known` value of the first known node on every way.
 
     Args:
-        tensors: Where the ways begin.
+        tensors: Tensors at which the ways begin.
         known: Node -> what it stands for.
         ends: Nodes at which a way ends with nothing.
     """

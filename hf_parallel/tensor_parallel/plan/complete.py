@@ -37,7 +37,7 @@ def plan_model(
         sequence: `tensor_parallel.sequence_parallel`.
 
     Raises:
-        PlanError: As those three.
+        PlanError: For the reasons of those three.
     """
     plan, foreign = plan_and_foreign(model, tp_size, sample, overrides, experts)
     plan = shard_vocabulary(model, plan, sample, vocabulary, overrides, foreign)

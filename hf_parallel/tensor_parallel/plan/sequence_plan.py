@@ -132,7 +132,7 @@ class _Trial:
     Args:
         block: A copy of it.
         plan: Its part of the plan, by relative names.
-        flow: Where the hidden states are.
+        flow: Places of the hidden states.
         name: Name of the block in the model.
     """
 

@@ -70,7 +70,7 @@ def perturb(module: nn.Module, *, only_constant: bool = False) -> None:
     """Add noise to float parameters, in place, so that zeros and equal values cannot hide a wrong layout.
 
     Args:
-        module: What to perturb.
+        module: Module to perturb.
         only_constant: Leave parameters whose values differ: a deep model of trained weights stays well conditioned.
     """
     generator = torch.Generator().manual_seed(NOISE_SEED)

@@ -46,7 +46,7 @@ class BlockVerifier:
 
     Args:
         block: The copy of the block.
-        candidate: What is to be paired, names relative to the block.
+        candidate: Layers to be paired, names relative to the block.
         tp_size: Number of ranks.
     """
 

@@ -33,7 +33,7 @@ def install_routing(module: nn.Module, rule: Routing, tp_size: int, tp_rank: int
 
     Args:
         module: Takes hidden states, indices i[N K] and weights f[N K].
-        rule: Where it takes them.
+        rule: Arguments in which the module takes tokens and choices.
         tp_size: Number of ranks, at most that of experts.
         tp_rank: This rank.
     """

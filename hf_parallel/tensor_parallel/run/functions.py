@@ -230,7 +230,7 @@ class SharedCopy:
 
     Attributes:
         entered: Input of the region that runs; its sum over the ranks is the region's.
-        wide: Where the readers of the last tensor add up its gradient, if that is done in fp32.
+        wide: The fp32 sum in which readers of the last tensor add up its gradient, if that is done in fp32.
     """
 
     def __init__(self, group: TPGroup, deferral: Deferral | None = None, *, widens: bool = False) -> None:

@@ -34,7 +34,7 @@ class _Job:
     Args:
         reduces: Sum the gradient of its input over the ranks, for all readers of that input.
         entered: The region's gathered input that it reads, of which a part is kept.
-        wide: Where the gradient of its input is added up in fp32; the reader that `reduces` takes it from there.
+        wide: The fp32 sum of the gradient of its input; the reader that `reduces` takes it from there.
         leaves_wide: Return the product in fp32.
     """
 
@@ -53,7 +53,7 @@ def column_product(shared: SharedCopy, x: Tensor, weight: Tensor, bias: Tensor |
         x: f[... in], equal on all ranks.
         weight: This rank's part, [out in], or [in out] if `transposed`.
         bias: f[out], this rank's part.
-        transposed: How the weight is stored.
+        transposed: Whether the weight is stored (in, out).
     """
     if not torch.is_grad_enabled():
         return F.linear(x, weight.t() if transposed else weight, bias)

@@ -42,7 +42,7 @@ def vocab_parallel_loss(
         labels: i[... S] in tokens of the full vocabulary; position s is scored against label s + 1.
         group: The tensor-parallel group; all its ranks must call this with the same labels.
         start: First column that this rank has.
-        num_items_in_batch: What the summed loss is divided by; None for the number of labels that count.
+        num_items_in_batch: Divisor of the summed loss; None for the number of labels that count.
         ignore_index: Label of positions that do not count.
         shift_labels: i[... S], already shifted; takes the place of `labels`.
 

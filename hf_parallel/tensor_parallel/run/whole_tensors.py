@@ -62,7 +62,7 @@ class Reads:
         depth: Calls that are running which all ranks of the group make alike.
         reports: Whether this rank says who reads what.
         in_loss: Whether a loss of the user's runs now, outside of the model's forward.
-        watching: What puts parts together in code of the user's that runs now (`parts.OnParts`).
+        watching: Puts parts together in code of the user's that runs now (`parts.OnParts`).
         sums: Whether the ranks read rows of their own, so that the gradients of what each computes are summed over them.
     """
 
@@ -88,7 +88,7 @@ class Owned:
 
     Args:
         name: Its first name in the model.
-        spec: How it is sharded.
+        spec: Its sharding.
         reads: Reads of the model.
         scope: Tells where the part itself is meant.
     """
