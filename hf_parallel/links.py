@@ -50,7 +50,7 @@ class Links:
         return rank // self.fast if kind == NODE and self.fast < self.ranks_per_node else rank
 
     def describe(self) -> str:
-        """In words."""
+        """The links in words."""
         fast = f", fast links join {self.fast}" if self.fast < self.ranks_per_node else ""
         local = self.ranks_per_node
         return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {local} rank{'s' if local > 1 else ''}{fast}"

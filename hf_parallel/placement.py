@@ -67,7 +67,7 @@ class Placement:
         return totals
 
     def _sent(self, axis: str, rank: int) -> float:
-        """By a rank."""
+        """Bytes that a rank sends along an axis."""
         each = (self.sent or {}).get(axis, 0.0)
         return each if isinstance(each, (int, float)) else each[self.shape.coordinates(rank)[1]]
 
@@ -192,7 +192,7 @@ def map_of(placement: Placement, sums: str = "") -> list[str]:
 
 
 def _ends(links: Links) -> str:
-    """Whose bytes are said of each kind of link."""
+    """Name the sender that each kind of link is counted for."""
     has_fast = links.fast < links.ranks_per_node
     ends = {FAST: "a rank"} if has_fast else {}
     ends[NODE] = f"the {links.fast} ranks that fast links join" if has_fast else "a rank"

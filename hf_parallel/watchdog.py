@@ -133,7 +133,7 @@ class Watchdog:
             self.start()
 
     def leaves_others(self, text: str) -> None:
-        """This rank raises `text` while others wait for it in a layer, which nothing but its end will tell them.
+        """Tell the others that this rank raises `text` while they wait for it in a layer, where only its end tells them.
 
         If it goes on all the same, because user code has caught the error, the job ends after `LEFT_S`.
         """
@@ -373,7 +373,7 @@ class Watchdog:
             writer.join(RECORD_S)
 
     def _name_uncaught_exceptions(self) -> None:
-        """After the traceback of an uncaught exception, name this rank here and to the others."""
+        """Name this rank, here and to the others, after the traceback of an uncaught exception."""
         previous = sys.excepthook
         if getattr(previous, "hf_parallel", False):
             previous = previous.previous  # type: ignore[attr-defined]  # of an earlier run in this process

@@ -55,7 +55,7 @@ MOST_OPEN = 32  # files
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file.
+    """A tensor of a file.
 
     Args:
         path: The file.
@@ -284,7 +284,7 @@ def _room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _runs(rows: int, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """(row, place in the result's row, place in the file's row, length)."""
+    """Runs (row, place in the result's row, place in the file's row, length) to read."""
     for row in range(rows):
         offset = 0
         for start, length in runs:

@@ -25,7 +25,7 @@ TRUTH: Final = {"y": True, "yes": True, "true": True, "n": False, "no": False, "
 
 @dataclass(frozen=True)
 class Question:
-    """One question.
+    """A question to the user.
 
     Args:
         key: Key of the answer, and name of the option that gives it.
@@ -245,7 +245,7 @@ def _lines(check: Callable[..., object], *arguments: object) -> Sequence[str]:
 
 
 def _section(answers: Answers) -> dict[str, Any]:
-    """Our section."""
+    """The settings of hf_parallel, of the answers."""
     if answers["auto"]:
         return {"layout": "auto"}
     found: dict[str, Any] = {"tp_size": answers["tp_size"], "pp_size": answers["pp_size"]}

@@ -65,7 +65,7 @@ def read_foreign(file: Path) -> Taken:
 
 
 def _config(taken: Taken) -> HFParallelConfig:
-    """Our settings; DeepSpeed goes on to do what only it can."""
+    """The settings of hf_parallel; DeepSpeed goes on to do what only it can."""
     try:
         return HFParallelConfig.from_mapping(taken.section, source="imported")
     except ConfigError:

@@ -176,7 +176,7 @@ class _Event:
         """Do nothing: no stream runs."""
 
     def wait(self, stream: Any = None) -> None:
-        """It has happened."""
+        """Do nothing: the event has happened."""
 
     def query(self) -> bool:
         return True

@@ -92,7 +92,7 @@ def is_prepared(item: Any) -> bool:
 
 
 def mark_prepared(item: Any) -> None:
-    """Have accelerate take an object for one that it has prepared."""
+    """Mark an object as prepared, so that accelerate leaves it as it is."""
     setattr(item, PREPARED, True)
 
 

@@ -19,7 +19,7 @@ _NUMBERS = itertools.count()
 
 
 def answer_norms_of_nothing(owner: Any) -> None:
-    """Have `owner.norm_of_nothing(norm_type)` say what torch's clipping finds over no gradients at all; None is torch's own, 0.
+    """Let torch's clipping ask `owner.norm_of_nothing(norm_type)` for a norm over no gradients; None is torch's own, 0.
 
     Args:
         owner: Asked as long as it lives.

@@ -71,7 +71,7 @@ def whole_numbers_of_parts() -> None:
         handlers.setdefault(func, norm)
 
     def loss(func: Any, args: Any, kwargs: Any) -> Any:
-        """In torch 2.13 the gradient of a mean is divided by the elements of a part."""
+        """Refuse a mean over parts: torch 2.13 divides its gradient by the elements of a part."""
         reduction = kwargs.get("reduction", args[2] if len(args) > 2 else 1)
         if reduction:
             _refuse(func.overloadpacket.__name__, "a parameter or gradient", args[:1], None)

@@ -149,7 +149,7 @@ def _whole(value: Any) -> Any:
 
 
 def _make_whole(number: Any) -> None:
-    """In place: of what was this rank's summand."""
+    """Sum up, in place, what was this rank's summand."""
     if is_partial(number):
         alike = number.detach().redistribute(placements=[Replicate()] * number.device_mesh.ndim)
         number._local_tensor, number._spec = alike._local_tensor, alike._spec

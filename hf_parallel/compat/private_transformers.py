@@ -73,7 +73,7 @@ def attention_of(config: Any) -> str:
 
 
 def attention_names(model: nn.Module) -> list[tuple[Callable[[str], None], str]]:
-    """For each config of a transformers model: what sets the name of its attention implementation, and the name now.
+    """Find, for each config of a transformers model, the setter and the present name of its attention implementation.
 
     Modules get configs of their own first, so that the name does not reach other models made of the same config.
     """

@@ -140,7 +140,7 @@ def add_all(targets: list[Tensor], others: list[Tensor]) -> None:
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Their elements one after the other, of one type and device, in one kernel; of a single tensor perhaps a view."""
+    """Join the elements of tensors of one type and device, in one kernel; of a single tensor perhaps a view."""
     found: Tensor = torch._utils._flatten_dense_tensors(tensors)
     return found
 

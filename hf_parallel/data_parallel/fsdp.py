@@ -253,7 +253,7 @@ _NAMES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def _refuse_parts(module: nn.Module, args: object) -> None:
-    """Before a module runs: its parameters were gathered by the unit that it is part of, or nobody has called that.
+    """Refuse to run a module whose parameters no unit has gathered.
 
     Raises:
         UnsupportedError: They are in parts, so that this is a call from outside of the model's forward.

@@ -343,7 +343,7 @@ class Replicas:
             reducer.arm(share)
 
     def accumulate(self, factor: float) -> None:
-        """After a backward pass that is not the last of its step: ZeRO-2 keeps no whole gradients until the next one."""
+        """End a backward pass that is not the last of its step: ZeRO-2 keeps no whole gradients until the next one."""
         if self.zero is not None and self.zero.stage == 2:
             self._warm_up.choose()
             self.zero.reduce(factor * self._share)

@@ -51,7 +51,7 @@ class SharedCounts:
         self.missed: dict[str, Missed] = {}
 
     def begin(self, shard: FlatShard, names: Iterable[str]) -> None:
-        """These parameters of a part have taken none of the steps that it has counted, nobody knows why."""
+        """Note that a part has counted steps which these parameters did not take, for a reason that nobody knows."""
         counted = self._count(shard)
         if counted:
             self.missed |= dict.fromkeys(names, Missed(counted, by_user=True))

@@ -226,7 +226,7 @@ class ZeroPartition:
         self.absent_names, self._dropped = frozenset(absent_names), frozenset()
 
     def dropped(self, names: Collection[str]) -> None:
-        """User code has dropped the gradients of these: parts of nothing else have none, so that no step is counted for them."""
+        """Note gradients that user code has dropped: a part of these parameters alone has none, and counts no step."""
         gone = self.absent_names | frozenset(names)
         for shard in self.shards:
             if gone.issuperset(shard.bucket.names):

@@ -1,4 +1,4 @@
-"""Our settings as a DeepSpeed config. Values that the Trainer owns are 'auto': it fills them in and nothing can differ.
+"""Writes our settings as a DeepSpeed config. Values that the Trainer owns are 'auto': it fills them in and nothing can differ.
 
 Pure.
 """

@@ -32,7 +32,7 @@ OURS: Final = "our section"  # no key's name, so that it is told from the keys i
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem.
+    """A problem of a file.
 
     Args:
         severity: Whether the run cannot work, or may not.
@@ -191,7 +191,7 @@ def _named(place: _Place, error: str) -> Iterator[Finding]:
 
 
 def _check_section(place: _Place, section: Mapping[str, Any] | None) -> tuple[HFParallelConfig | None, list[Finding]]:
-    """Our settings, or what is wrong with them."""
+    """The settings of hf_parallel, or their problems."""
     if section is None:
         text = (
             f"{SECTION}.{KEY}: there is no such section, so hf_parallel would only copy the model. Add one, for example "

@@ -42,7 +42,7 @@ FRESH_BUILD_S: Final = 1800.0  # the longest build of a DeepSpeed op seen took a
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of looking at one thing.
 
     Args:
         topic: Subject, such as "disk".

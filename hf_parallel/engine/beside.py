@@ -138,7 +138,7 @@ def _shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
 
 
 def _run_forward_only(engine: Engine, watching: Callable[[], Sequence[object]]) -> None:
-    """Have the model record no graph, whatever its caller does: nothing of it is trained, and stages have no backward for it."""
+    """Record no graph in calls of a model of which nothing is trained: its stages have no backward for it."""
     model, inner = engine.model, engine.model.forward
     refused = REFUSED if isinstance(engine, PipelineEngine) else ()
 

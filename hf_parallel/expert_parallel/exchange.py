@@ -94,7 +94,7 @@ class _There(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, rows: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor | None, ...]:
-        """Their gradients, back to where they came from, in one message."""
+        """Send the gradients of rows and weights back to where these came from, in one message."""
         found = ctx.journey.back(torch.cat([rows, _columns(weights, rows)], dim=1))
         hidden, bits = found.split([ctx.width, ctx.columns], dim=1)
         return hidden, _uncolumned(bits, ctx.dtypes[0]), None, None
@@ -112,7 +112,7 @@ class _Back(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
-        """Their gradients, to the ranks of the experts."""
+        """Send the gradients of the rows to the ranks of the experts."""
         return ctx.journey.there(rows), None
 
 

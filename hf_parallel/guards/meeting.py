@@ -136,7 +136,7 @@ class Meeting:
 
 
 def meeting_of_copy(mesh: Mesh, about: str = "") -> Meeting:
-    """For what all ranks of this rank's model copy must read together.
+    """Make the meeting of all ranks of this rank's model copy, for reads that need all of them.
 
     Args:
         mesh: This rank's mesh.
@@ -151,7 +151,7 @@ def meeting_of_copy(mesh: Mesh, about: str = "") -> Meeting:
 
 
 def meeting_of_replicas(mesh: Mesh, bound_s: float = MEETING_S) -> Meeting:
-    """For what the ranks that hold the same part of the model must do together."""
+    """Make the meeting of the ranks that hold the same part of the model."""
     shape = mesh.shape
     ranks = [shape.rank_at(replica, mesh.pp_rank, mesh.tp_rank, mesh.sp_rank) for replica in range(shape.dp_size)]
     return Meeting(
@@ -163,7 +163,7 @@ def meeting_of_replicas(mesh: Mesh, bound_s: float = MEETING_S) -> Meeting:
 
 
 def meeting_of_shards(mesh: Mesh) -> Meeting:
-    """For what the ranks that hold the shards of this rank's stage must read together."""
+    """Make the meeting of the ranks that hold the shards of this rank's stage, for reads that need all of them."""
     ranks = mesh.parts_ranks
     return Meeting(
         [mesh.shape.describe(rank) for rank in ranks],

@@ -127,7 +127,7 @@ def _others(then: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """Its bytes: a nan equals itself."""
+    """Bytes of a tensor, by which a nan equals itself."""
     return flat.contiguous().view(torch.uint8)
 
 

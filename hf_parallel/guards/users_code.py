@@ -1,4 +1,4 @@
-"""Whose code a function is, and what a reader finds it by."""
+"""Tells whose code a function is, and names it so that a reader finds it."""
 
 from __future__ import annotations
 

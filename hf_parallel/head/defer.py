@@ -51,7 +51,7 @@ class LogitsDeferral:
 
 
 def defer_logits(head: nn.Module) -> None:
-    """Have a head, a linear layer, return logits that are made when they are read, while gradients are recorded. In place."""
+    """Make a head, a linear layer, return logits that are computed when read, while gradients are recorded. In place."""
     if "logits_deferral" not in vars(head):  # of an earlier training
         vars(head)["logits_deferral_inner"] = head.forward
     vars(head)["logits_deferral"] = LogitsDeferral(Tiling())

@@ -130,7 +130,7 @@ class Recipe:
             )
 
     def then(self, step: Step) -> Recipe:
-        """With one more step."""
+        """A recipe with one more step."""
         return Recipe(self.hidden, replace(self.head, steps=(*self.head.steps, step)), self.reads)
 
 

@@ -77,7 +77,7 @@ class Recorded:
         return {}
 
     def parts(self, batch: Batch) -> Parts:
-        """Their sums, kept for the batches that were asked for."""
+        """Sum up the bytes of each part; kept for the batches that were asked for."""
         found = self._sums.get(batch)
         if found is None:
             whole = replace(batch, with_fixed=True)  # what is outside of the blocks is there in any case

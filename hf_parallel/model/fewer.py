@@ -1,4 +1,4 @@
-"""Some blocks of a model that stand for all of them, so that what is tried does not take longer on a deep model.
+"""Finds some blocks of a model that stand for all of them, so that trials take no longer on a deep model.
 
 The model of fewer blocks is no other model: it has the very blocks, parameters and hooks of the whole one. Blocks may be
 left out if they are of stock code, equal to one that is kept in all that is set on them, and if one forward of the whole
@@ -198,7 +198,7 @@ def _home(function: Any) -> str:
 
 
 def kinds_of_blocks(model: nn.Module, record: Record) -> list[Kind] | None:
-    """Equal for blocks that have the same settings and run the same ops; None where blocks cannot be compared."""
+    """Kind of each block, equal where settings and ops are the same; None where blocks cannot be compared."""
     blocks = blocks_of(model, record.stack)
     if sorted(record.blocks) != list(range(len(blocks))) or not is_stock(model):
         return None

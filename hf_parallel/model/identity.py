@@ -73,7 +73,7 @@ CODE: Final = (*FUNCTIONS, functools.partial, type)
 
 
 class UnknownError(Exception):
-    """Something decides how the model runs that cannot be told from one start to the next."""
+    """A model depends on something that cannot be told from one start to the next."""
 
 
 def identity_of(model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""Whose code a model is made of."""
+"""Tells whose code a model is made of."""
 
 from __future__ import annotations
 

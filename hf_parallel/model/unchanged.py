@@ -90,7 +90,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _facts(parameter: nn.Parameter) -> list[Any]:
-    """Some elements of a parameter, where they are, and what hangs on it."""
+    """Facts about a parameter that show changes: some elements, where they are, and what hangs on it."""
     hung = [*map(id, vars(parameter).values())]
     if type(parameter.data) is not Tensor or parameter.is_meta or is_lazy(parameter):
         return hung

@@ -28,7 +28,7 @@ MOST_PENDING: Final = 64  # steps whose events have not passed; more are dropped
 
 
 class Span(NamedTuple):
-    """Something that a rank did, or waited for.
+    """A span of time in which a rank did something, or waited for it.
 
     Attributes:
         kind: "F", "B", "I", "W" (an action); "receive F", "receive B" (a wait for a message, and what it is), "send F", "send B"
@@ -186,11 +186,11 @@ class Recorder:
         return StepRecord(step.number, step.host_start, max(step.host_end, seconds(step.last)), spans)
 
     def _reuse(self, step: _Open) -> None:
-        """Its events have been read, or will not be."""
+        """Take back the events of a step, which have been read or never will be."""
         moments = [step.origin, step.last, *(moment for one in step.raw for moment in one[3:])]
         self._pool += {id(moment): moment for moment in moments if not isinstance(moment, float)}.values()
 
 
 def silent() -> Recorder:
-    """One that records nothing."""
+    """Make a recorder that records nothing."""
     return Recorder(torch.device("cpu"), on=False)

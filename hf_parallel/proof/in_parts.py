@@ -27,7 +27,7 @@ def sees_parts(model: nn.Module) -> bool:
 
 
 def compute_in_parts(model: nn.Module, job: Job) -> int:
-    """Have the forward of a model run once for each microbatch of each replica of a layout, in place.
+    """Run the forward of a model once for each microbatch of each replica of a layout; in place.
 
     The loss is that of stock data parallelism: auxiliary losses are averaged over the microbatches of a replica, by their rows,
     and added up over replicas, since the Trainer multiplies each replica's loss with their number. Returns how many parts a batch has.

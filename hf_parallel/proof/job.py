@@ -22,7 +22,7 @@ LOSSY: Final = "by design it trains otherwise than one process does. Verify with
 
 @dataclass(frozen=True)
 class Job:
-    """One verification.
+    """A verification: what to train, how long, and in which layout.
 
     Args:
         model: A `config.json`, a folder with one and perhaps weights, or a name; empty with a script.
@@ -150,7 +150,7 @@ class Job:
 
     @property
     def reference_key(self) -> str:
-        """Equal for jobs whose runs in one process are the same."""
+        """Key of a job, equal for jobs whose runs in one process are the same."""
         path = Path(self.model).expanduser()
         config = path / "config.json" if path.is_dir() else path
         model = config.read_text() if self.random_weights and config.is_file() else str(path.absolute())

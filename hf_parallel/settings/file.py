@@ -181,7 +181,7 @@ class _Loader(yaml.SafeLoader):
         return bool(super().add_indent(column))
 
     def _refuse_levels(self, levels: int) -> None:
-        """Before the scanner reads on, which it does a kilobyte ahead."""
+        """Refuse deep nesting before the scanner reads on, which it does a kilobyte ahead."""
         if levels > MAX_LEVELS:
             raise RecursionError
 

@@ -203,7 +203,7 @@ def _recipe_of_environment() -> Path:
 
 
 def settings_of(launch: Launch) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:
-    """Our settings in the file that applies (None if it has no section of ours), and its accelerate settings.
+    """The settings of hf_parallel in the file that applies (None if it has none), and its accelerate settings.
 
     The import of hf_parallel, `from_pretrained` and the callback ask for the same file of a launch: it is read once.
 

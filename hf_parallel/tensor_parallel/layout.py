@@ -165,7 +165,7 @@ class ShardSpec:
         return full
 
     def counted(self, tp_size: int, tp_rank: int) -> list[tuple[int, int]]:
-        """(start, length) in local coordinates along `dim` that this rank counts.
+        """Pieces (start, length) in local coordinates along `dim` that this rank counts.
 
         Over all ranks every element of the full tensor is counted once: split sections where they are stored, whole
         sections on rank 0. Adjacent ranges are merged, empty ones left out.

@@ -145,7 +145,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         return functools.partial(torch.autocast, self.device.type, dtype=dtype, **options)
 
     def _equip(self, engine: Engine, save: Any, counts: Counts) -> None:
-        """Have a model that was just parallelized save and count the whole."""
+        """Let a model that was just parallelized save and count the whole."""
         install_saving(engine, save, self.hf_parallel.meeting)
         install_counts(engine, counts)
 

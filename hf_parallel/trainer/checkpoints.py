@@ -176,7 +176,7 @@ class CheckpointMixin(RestartMixin):
             self._write_checkpoint(model, trial)
 
     def _write_checkpoint(self, model: nn.Module, trial: Any, memory: Path | None = None) -> None:
-        """On disk, or in a folder in memory, which has one at a time."""
+        """Write a checkpoint on disk, or in a folder in memory, which has one at a time."""
         self._finish_saving()
         self._synchronise()
         self._refuse_drift()

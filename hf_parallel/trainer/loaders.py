@@ -84,7 +84,7 @@ def _dispatches(wanted: bool | None, session: Session) -> bool | None:
 
 
 def tell_epochs(loader: Any, watchdog: Watchdog) -> Any:
-    """Have a loader tell the watchdog when it begins an epoch: its first batch may take longer than those of steps."""
+    """Let a loader tell the watchdog when it begins an epoch: its first batch may take longer than those of steps."""
     if isinstance(loader, DataLoaderStateMixin):
         begin = loader.begin
 

@@ -111,7 +111,7 @@ def install_counts(engine: Engine, whole: Counts) -> None:
 
 @torch.no_grad()
 def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
-    """In a state dict that is about to be loaded, put this rank's part in the place of what is the whole model's.
+    """Put this rank's parts in the place of whole tensors in a state dict that is about to be loaded.
 
     Args:
         engine: The model's engine.

@@ -78,7 +78,7 @@ class MonitorCallback(TrainerCallback):
 
 
 def shorten(callback: TrainerCallback) -> None:
-    """Have a stock callback print what it prints without a monitor, and one line of metrics below it; others stay as they are."""
+    """Let a stock callback print its usual line and one of metrics below it; other callbacks stay as they are."""
     if getattr(type(callback), "on_log", None) not in SHOWN or "on_log" in vars(callback):
         return
     stock = callback.on_log

@@ -115,7 +115,7 @@ class RestartMixin(ResumeMixin):
         return str(folder)
 
     def _look(self, launches: list[str], call: int, here: str) -> tuple[str, int] | None:
-        """On rank 0: the newest checkpoint of this launch, and how many rows its steps had."""
+        """Find, on rank 0, the newest checkpoint of this launch, and how many rows its steps had."""
         found = []
         for run_dir in self._run_dirs:
             for folder in complete_folders(run_dir):

@@ -87,7 +87,7 @@ class SavingMixin(Base):
         return nullcontext() if session is None else session.watchdog.waiting(text)
 
     def _doing(self, text: str, *, in_steps: bool = False) -> AbstractContextManager[None]:
-        """For whoever asks what a rank does that others wait for."""
+        """Let the other ranks know what this one does while they wait for it."""
         session = self.hf_parallel_session
         return nullcontext() if session is None else session.watchdog.doing(text, in_steps=in_steps)
 
@@ -173,7 +173,7 @@ class SavingMixin(Base):
         return state_to_write(engine)
 
     def _stream_folder(self, folder: Path) -> None:
-        """Everything but weights as stock, the weights one by one, into a staging folder inside `folder`; collective."""
+        """Write a model one weight at a time, and all else as stock, into a staging folder inside `folder`; collective."""
         attachment = self.accelerator.hf_parallel_engine.attachment
         held = attachment.to_gather()
         staging, export = folder / STAGING, plan_export(self.model, attachment.ledger)
@@ -219,7 +219,7 @@ class SavingMixin(Base):
 
 
 def apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With a copy of a tied weight for each of its names: a file has none that share memory."""
+    """Give each name of a tied weight a copy of it: a file has none that share memory."""
     known: set[int] = set()
     found = {}
     for name, value in state.items():

@@ -280,7 +280,7 @@ def _trained(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 
 
 def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """By a backward pass: reentrant checkpoints know no other way. What accumulated before, and hooks on it, are left alone."""
+    """Gradients of a backward pass, which reentrant checkpoints need; earlier gradients, and hooks, are left alone."""
     hooks = [accumulation_hooks(p) for p in parameters]
     before = [(p.grad, dict(mine)) for p, mine in zip(parameters, hooks, strict=True)]
     try:

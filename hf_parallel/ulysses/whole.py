@@ -173,7 +173,7 @@ def may_see_whole_rows(model: nn.Module) -> list[str]:
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """With what the names of all that is inside of blocks begin."""
+    """Beginnings of the names of all that is inside of blocks."""
     try:
         return tuple(f"{name}." for name in candidate_stacks(model))
     except PlanError:

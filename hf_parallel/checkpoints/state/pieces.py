@@ -123,7 +123,7 @@ def local_shape(entry: Entry, mesh: Mesh) -> tuple[int, ...]:
 def _in_whole(
     box: Box, data: Tensor, spec: ShardSpec | None, mesh: Mesh
 ) -> Iterator[tuple[tuple[int, ...], Tensor, bool]]:
-    """(offsets in the whole tensor, elements, whether this tp rank writes them) of a box of the shard."""
+    """Boxes (offsets in the whole tensor, elements, whether this tp rank writes them) of a box of the shard."""
     first_rank = mesh.tp_rank == 0
     if spec is None:
         yield box.offsets, data, first_rank

@@ -116,7 +116,7 @@ class Holdings:
         return Place(self.ledger, self.mesh, copy=copy, copies=copies)
 
     def place_in(self, saved_replicas: int | None) -> Place:
-        """Whose saved state this rank takes up.
+        """Position whose saved state this rank takes up.
 
         Args:
             saved_replicas: Number of replicas that had a state of their own; None if they shared one.
@@ -290,7 +290,7 @@ def _load_versions(index: TensorIndex, holdings: Holdings, versions: Versions, p
 
 
 def rng_source(saved: MeshShape, here: Mesh) -> int:
-    """Whose random state a rank takes up: its own in the same layout, else that of the first rank of a saved copy.
+    """Choose the rank whose random state this one takes up: its own in the same layout, else the first of a saved copy.
 
     All ranks of a model copy draw alike, so under another layout they take one state, and copies stay different.
     """

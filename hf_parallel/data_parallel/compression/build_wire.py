@@ -1,4 +1,4 @@
-"""From settings to a wire: which codec, which exchange, what stays as it is."""
+"""Builds a wire from settings: which codec, which exchange, what stays as it is."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _method(
 
 
 def _schedule(settings: GradientCompressionConfig, ranks: int) -> Schedule:
-    """With two ranks both send the same bytes, and all_gather loses nothing a second time."""
+    """Choose the exchange: two ranks send the same bytes either way, and all_gather loses nothing a second time."""
     if settings.collective != "auto":
         return settings.collective
     return "all_gather" if ranks == 2 else "reduce_scatter"

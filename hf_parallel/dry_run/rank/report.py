@@ -47,7 +47,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class DryRun:
-    """One optimizer step of one rank.
+    """Costs of one optimizer step of one rank.
 
     Args:
         rank: In words.

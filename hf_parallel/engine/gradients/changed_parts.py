@@ -26,16 +26,16 @@ class ChangedParts:
         self._changed = Awaited(self._judge)
 
     def remember(self) -> None:
-        """The gradients are as they should be."""
+        """Remember the gradients as they are now, which is right."""
         self._known = self._power()
 
     def remember_again(self) -> None:
-        """We have changed them ourselves."""
+        """Remember them again after a change of our own."""
         if self._known is not None:
             self.remember()
 
     def refuse_changes(self) -> None:
-        """Before a step.
+        """Refuse, before a step, gradients that are not those of `remember`; on a GPU a step later.
 
         Raises:
             UnsupportedError: Gradients were changed, on a GPU those of the step before.

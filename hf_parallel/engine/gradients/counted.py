@@ -25,7 +25,7 @@ class Counted:
         self._counts_whole = mesh.tp_rank == 0 and (replicas_add_up or mesh.ep_rank == 0)
 
     def _ranges(self, name: str, parameter: nn.Parameter, *, own: bool = False) -> list[tuple[int, int]] | None:
-        """(start, length) along the sharded dim of what this rank counts in the norm; None for all of a parameter."""
+        """Pieces (start, length) along the sharded dim that this rank counts in the norm; None for all of a parameter."""
         entry: Entry = self._ledger.entries[name]
         if entry.owner != self._mesh.pp_rank and not own:
             return []

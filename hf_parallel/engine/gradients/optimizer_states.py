@@ -32,7 +32,7 @@ class OptimizerStates:
         self._shown_parts: ShownOptimizer | None = None
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the states of flat parts refuse to be asked for those of parameters."""
+        """Refuse, from now on, reads of a parameter's state where the optimizer has flat parts."""
         zero = self._replicas.zero
         if zero is not None and optimizer is zero.optimizer:
             guard_states(

@@ -134,7 +134,7 @@ class GradientSync:
             self._weights.check()
 
     def summands(self, name: str) -> int:
-        """On how many stages the gradient of a parameter is now, each with a part of it that `reduce` adds up."""
+        """Number of stages that have a part of a parameter's gradient now, which `reduce` adds up."""
         return self._num_holders[id(self._parameters[name])] if self.shown.is_between else 1
 
     def begin_backward(self, *, is_first: bool = False) -> None:
@@ -188,7 +188,7 @@ class GradientSync:
             self.replicas.arm(factor, last=last)
 
     def accumulate(self, factor: float) -> None:
-        """After a backward pass that is not the last of its step."""
+        """End a backward pass that is not the last of its step."""
         self.in_window = True
         if self.replicas.reduces_every_backward:
             self.buckets.sum_over_stages()
@@ -207,7 +207,7 @@ class GradientSync:
         self.shown.join_parts(self._num_holders)
 
     def reduce(self, factor: float) -> None:
-        """After the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.
+        """End the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.
 
         What was reduced before, in an earlier pass of the same step, is added as it is.
 

@@ -182,7 +182,7 @@ def twice_forward(model_name: str, why: str) -> str:
 
 
 def _judged_loss(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any]) -> Verdict:
-    """By a narrow model of few blocks, if there is one: a loss is made after the blocks. The whole one has the last word."""
+    """Judge the loss on a narrow model of few blocks first, since it is made after them; the whole model decides."""
     kept, forms = stages.kept, [(setup.model, sample)]
     if kept is not None:
         forms.insert(0, (with_blocks(setup.model, kept.stack, kept.blocks), sample))

@@ -49,7 +49,7 @@ Autocast: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass
 class Attachment:
-    """Everything an engine works with; made by `attach`.
+    """The parts an engine works with; made by `attach`.
 
     Args:
         model: The model, already cut and sharded.
@@ -166,7 +166,7 @@ class Engine:
         """Refuse losses or batches that differ over the ranks of a model copy."""
 
     def complete_config(self) -> None:
-        """Have on this rank what forward passes wrote to the model's config on any; collective over the model copy."""
+        """Give this rank what forward passes of any rank wrote to the model's config; collective over the model copy."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

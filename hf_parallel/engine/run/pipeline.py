@@ -276,7 +276,7 @@ class PipelineEngine(Engine):
         return [microbatch for microbatch, _ in parts], [share for _, share in parts]
 
     def _begin_step(self, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Share]]:
-        """Before the first forward pass of batches with labels; their microbatches."""
+        """Prepare a training step before its first forward pass; gives microbatches and shares."""
         self.attachment.batch_check.check(batches)
         self._loss.check()
         parts = self._cut(batches)

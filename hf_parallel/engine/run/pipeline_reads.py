@@ -70,7 +70,7 @@ class ReadingPipelineEngine(PipelineEngine):
             return found | ({torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set())
 
     def complete_config(self) -> None:
-        """From the last stage, which computes the loss."""
+        """Take the config's written values from the last stage, which computes the loss."""
         self._config.take(self._last_stage.broadcast_named({}, self._config.written)[1])
 
     # -- reading -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hf_parallel.compat.private_peft import base_model
 
 
 class WrittenConfig:
-    """Plain values of a model's config that are others since this was made.
+    """Finds plain values of a model's config that have changed since it was made.
 
     Args:
         model: The model.
@@ -32,5 +32,5 @@ class WrittenConfig:
         return {name: value for name, value in plain.items() if self._before.get(name) != value}
 
     def take(self, values: dict[str, Any]) -> None:
-        """Have those of another rank."""
+        """Write the values that another rank has written."""
         self._values.update(values)

@@ -210,7 +210,7 @@ class SharedBatch:
         self._cells = self._message.numpy()
 
     def begin(self, batch: Mapping[str, Any], *, trains: bool = False, looks: bool = True) -> None:
-        """Before a forward pass; collective over the ranks of the stage: five numbers each.
+        """Compare, before a forward pass, what the ranks of a stage read and hold; collective over them: five numbers each.
 
         Args:
             batch: Arguments of the call of the model.
@@ -228,7 +228,7 @@ class SharedBatch:
         self._compare([self._digests.of([batch]), word, *self._weights()], self._digests.labels)
 
     def _weights(self) -> Sequence[Tensor | int]:
-        """Before them what the optimizers are set to: weights differ where that did."""
+        """Digests of the optimizers' settings and of the common weights: weights differ where settings did."""
         if not self._looked:
             return [0, *(0 for _ in self._common.names)]
         return [self._settings.word(), *self._common.digests()]
@@ -281,7 +281,7 @@ class SharedBatch:
             self.settle()
 
     def end_step(self) -> None:
-        """Before gradients are reduced; collective if the step's last pass did not look at common weights.
+        """Compare once more before gradients are reduced; collective if the step's last pass did not look at common weights.
 
         Raises:
             RankMismatchError: For the reasons of `begin`.

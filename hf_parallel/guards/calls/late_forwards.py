@@ -37,7 +37,7 @@ class LateForwards:
         self._forwards = Forwards(self._modules)
 
     def watch(self) -> None:
-        """Before a training forward pass: those that are new are tested when it calls them."""
+        """Look, before a training forward pass, for new forwards of modules; each is tested when it is called."""
         for place in self._forwards.replaced():
             module = self._modules[place]
             if not module_of(module.forward).startswith(OURS):
@@ -87,7 +87,7 @@ class LateForward:
             raise CannotTellError
 
     def cotangents(self) -> list[Tensor]:
-        """Some gradients of what it returned, of size 1."""
+        """Random gradients of size 1 for its results."""
         generator = torch.Generator().manual_seed(0)
         drawn = ((one, torch.randn(one.shape, generator=generator)) for one in floats_in(self.result))
         return [numbers.to(one.device, one.dtype) for one, numbers in drawn]

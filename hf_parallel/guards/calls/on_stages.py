@@ -148,7 +148,7 @@ class OnStages(TorchDispatchMode):
         return self._found
 
     def _end(self) -> None:
-        """User code has run: what it assigned (`p.data = new`) counts as written."""
+        """Finish a call of user code: what it assigned (`p.data = new`) counts as written."""
         for name, parameter in self._parameters.items() if self._origins else ():
             kept = self._origins.get(_storage(parameter))
             if kept is not None:

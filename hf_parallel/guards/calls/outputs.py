@@ -38,18 +38,18 @@ class MissingOutput(UnsupportedError, AttributeError, KeyError, IndexError):
 
 
 class _ExplainsMissing:
-    """Over a model output: every way to ask for what it does not have ends in `_why_not`."""
+    """Mixin of model outputs: every way to ask for what they do not have ends in `_why_not`."""
 
     def lacks(self, names: Collection[str]) -> None:
         """Refuse these, which the model's config asks for, instead of being None: stages have a part of them."""
         vars(self)["_lacking"] = names
 
     def lists(self, names: Sequence[str]) -> None:
-        """Have these, in this order, by place and when it is gone through."""
+        """List these names, in this order, by place and in iterations."""
         vars(self)["_listed"] = tuple(names)
 
     def lists_own(self) -> None:
-        """Have what it holds itself: nobody looks at the places of others."""
+        """List only what it holds itself: nobody looks at the places of others."""
         vars(self)["_listed"] = tuple(self._own())
 
     def _is_none(self, name: Any) -> bool:
@@ -196,7 +196,7 @@ class PipelineTrainingOutput(_ExplainsMissing, ModelOutput):
         return self._logits() if key == "logits" and self._can_run_again() else super().get(key, default)
 
     def runs_again(self, again: Callable[[], torch.Tensor | None]) -> PipelineTrainingOutput:
-        """Have `again` make the logits f[B S V] when they are asked for: collective over the ranks of a model copy."""
+        """Make the logits f[B S V] by `again` when they are asked for: collective over the ranks of a model copy."""
         vars(self)["_again"] = again
         return self
 

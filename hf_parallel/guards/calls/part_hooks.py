@@ -62,7 +62,7 @@ class PartHooks:
         self._forwards = Forwards({name: model.get_submodule(name) for name in modules})
 
     def check(self) -> None:
-        """Before a forward.
+        """Refuse, before a forward, hooks and forwards that were put on modules which see parts.
 
         Raises:
             UnsupportedError: Names the module and what was put on it.

@@ -107,7 +107,7 @@ class Arrivals:
         return found
 
     def settle(self, others: Iterable[Tensor] = ()) -> None:
-        """Everything is reduced.
+        """Note that all gradients are reduced now.
 
         Args:
             others: Tensors that the optimizer updates in place of parameters.

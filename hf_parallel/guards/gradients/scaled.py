@@ -48,7 +48,7 @@ class StageFactors:
         self._taken.clear()
 
     def take(self, name: str, power: Callable[[], Tensor | None]) -> None:
-        """User code takes a number of a gradient, whose sum of squares is `power` (0-d) now."""
+        """Note that user code takes a number of a gradient, whose sum of squares is `power` (0-d) now."""
         if self._mesh.shape.pp_size > 1 and name not in self._taken:
             now = power()
             if now is not None:

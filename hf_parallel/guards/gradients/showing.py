@@ -79,7 +79,7 @@ class ShownGradients(NormsOfShown):
     # -- what parts ask ------------------------------------------------------------------------------------------
 
     def taken(self, names: Sequence[str]) -> None:
-        """User code takes numbers of gradients, perhaps to add them up."""
+        """Note that user code takes numbers of gradients, perhaps to add them up."""
         for name in names:
             if name in self._parameters and not self._between:
                 self.factors.take(name, functools.partial(self._power_now, name))
@@ -178,7 +178,7 @@ class ShownGradients(NormsOfShown):
         return None if self._between else self._zero
 
     def show_between(self) -> None:
-        """User code stands between two batches of a step: norms it takes are those of all stages, of this replica."""
+        """Show gradients between two batches of a step: norms that user code takes are those of all stages, of this replica."""
         self._between = True
         self._show_local()
 

@@ -210,7 +210,7 @@ def _is_big(value: Any) -> bool:
 
 
 def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
-    """On the tensors that stand-ins stand for; what has the layout of a sharded gradient goes on standing for it."""
+    """Run `func` on the tensors behind stand-ins; a result with the layout of a sharded gradient becomes a stand-in again."""
     stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Stand)]
     summands = [stand for stand in stands if isinstance(stand, SharedGradient) and stand.part.is_summand]
     if summands and (func not in LINEAR or len(stands) > 1 or kwargs):

@@ -85,7 +85,7 @@ class Sums(Protocol):
         ...
 
     def taken(self, names: Sequence[str]) -> None:
-        """User code takes numbers of single gradients."""
+        """Note that user code takes numbers of single gradients."""
         ...
 
 

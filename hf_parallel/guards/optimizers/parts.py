@@ -149,18 +149,18 @@ class _Place:
         self.is_removed = False
 
     def remove(self) -> None:
-        """Its state is removed."""
+        """Note that user code removed its state."""
         self.is_removed = True
         self._touched.append(self)
 
     def hand_out(self, key: Any, before: Any, now: Any) -> None:
-        """User code has a number of its state: what it was, and what it is now."""
+        """Note that user code has a number of its state: what it was, and what it is now."""
         self.numbers[key] = before, now
         self._touched.append(self)
 
     @property
     def piece(self) -> slice:
-        """Its elements in this rank's part; maybe none."""
+        """Elements of the parameter in this rank's part; maybe none."""
         return self.shard.inside(self.position) or slice(0, 0)
 
     def refuse(self, what: str) -> NoReturn:

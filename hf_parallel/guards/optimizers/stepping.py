@@ -1,4 +1,4 @@
-"""Our hooks around the step of one optimizer: after those of user code, and once a step. And what clears its gradients.
+"""Hooks of ours around the step of an optimizer: after those of user code, and once a step. Also what clears its gradients.
 
 User code may register hooks at any time, which look at gradients as user code sees them. A class may call the step of its
 base, which runs all hooks again.

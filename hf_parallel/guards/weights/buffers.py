@@ -136,7 +136,7 @@ class MovingBuffers:
             self._share(names)
 
     def _share(self, moved: list[str]) -> None:
-        """Over the replicas: what any of them has written to moves."""
+        """Agree over the replicas: a buffer that any of them has written to moves."""
         everyone: list[list[str]] = [[] for _ in range(self._mesh.shape.num_copies)]
         dist.all_gather_object(everyone, moved, group=self._mesh.copies_group)
         self._moving = sorted({*self._moving, *(name for names in everyone for name in names)})
@@ -169,7 +169,7 @@ class MovingBuffers:
         return before[2] is None or now[2] is None or not torch.equal(before[2], now[2])
 
     def _agree(self, moved: list[str], num_passes: int) -> None:
-        """Over all ranks: buffers of any of them count, and each replica has the same list."""
+        """Agree over all ranks: buffers of any of them count, and each replica has the same list."""
         flags = torch.tensor([int(bool(moved)), int(bool(moved) and num_passes > 1)], device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         anywhere, split = flags.tolist()

@@ -43,7 +43,7 @@ class WeightGuard:
         self._kinds = [(name, p, p.shape, p.dtype) for name, p in parameters.items()]
 
     def check(self) -> None:
-        """Before a training forward pass and before an optimizer step.
+        """Refuse, before a training forward pass or an optimizer step, weights that are not those that were prepared.
 
         Raises:
             UnsupportedError: Names a module or parameter that another has replaced, or that was given another shape or type.
@@ -63,7 +63,7 @@ class WeightGuard:
                 )
 
     def check_objects(self) -> None:
-        """Before weights are gathered to be saved, which may have been cast.
+        """Refuse replaced modules and parameters before weights are gathered, which may have been cast.
 
         Raises:
             UnsupportedError: Names a module or parameter that another has replaced.

@@ -96,7 +96,7 @@ class Monitor:
         self.recorder.begin_step(number, waits=traces)
 
     def read(self, batches: list[Any]) -> None:
-        """These batches are those of the step."""
+        """Count the tokens of a step's batches."""
         for batch in batches:
             ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
             if isinstance(ids, torch.Tensor):

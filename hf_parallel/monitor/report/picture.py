@@ -33,7 +33,7 @@ MOST_ARROWS: Final = 400  # more would hide what they point to
 
 @dataclass(frozen=True)
 class Bar:
-    """Something in a timeline; seconds."""
+    """A bar of a timeline; seconds."""
 
     rank: int
     kind: str
@@ -118,7 +118,7 @@ HEADS: Final = (
 
 
 def _pointed(arrow: Arrow, source_y: float, target_y: float, scale: float) -> str:
-    """From the edge of the sender's row to that of the row which it went to."""
+    """Draw an arrow from the edge of the sender's row to that of the receiver's."""
     down = target_y > source_y
     begin, end = (source_y + ROW - 2, target_y) if down else (source_y, target_y + ROW - 2)
     what = html.escape(f"{arrow.label}: {1e3 * (arrow.taken - arrow.sent):.4g} ms until it was taken", quote=True)

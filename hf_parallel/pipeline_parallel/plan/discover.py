@@ -73,7 +73,7 @@ def discover_stages(
 
 
 def _of_all_blocks(flops: Mapping[int, float], fewer: Fewer) -> dict[int, float]:
-    """By epoch of the whole model what was counted by epoch of one with fewer blocks."""
+    """Extend counts by epoch from a model with fewer blocks to the whole one."""
     count = len(fewer.kept.shown_by)
     epochs = {0: 0, 2 * count: 2 * len(fewer.kept.blocks)}
     for block, place in enumerate(fewer.kept.shown_by):

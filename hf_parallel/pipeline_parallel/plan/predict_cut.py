@@ -36,7 +36,7 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True)
 class StagePrediction:
-    """One stage.
+    """Prediction for one stage.
 
     Args:
         rank: where it runs.
@@ -59,7 +59,7 @@ class StagePrediction:
 
 @dataclasses.dataclass(frozen=True)
 class RankPrediction:
-    """One rank.
+    """Prediction for one rank.
 
     Args:
         holding: what it keeps for its parameters.

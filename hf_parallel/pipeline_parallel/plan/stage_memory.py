@@ -44,7 +44,7 @@ class StageMemory:
         return [sum(own.values()) + held for own, held in zip(tensors, peak_held(self.schedule, saved), strict=True)]
 
     def excess(self, bounds: Sequence[int]) -> float:
-        """By how much ranks exceed what they may hold, as a share of it, summed over them; 0 if the cut fits."""
+        """Share by which ranks exceed what they may hold, summed over them; 0 if the cut fits."""
         return sum(max(0.0, held / limit - 1) for held, limit in zip(self.of_ranks(bounds), self.limits, strict=True))
 
     def share(self, lo: int, hi: int, index: int) -> float:

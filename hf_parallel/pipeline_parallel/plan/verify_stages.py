@@ -176,7 +176,7 @@ def _unsplit(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str,
 
 
 def _summed_gradients(stages: Sequence[Stage], names: Sequence[str]) -> Gradients:
-    """By name of the unsplit model; a parameter that several models hold gets the sum of their gradients."""
+    """Gradients by name in the unsplit model; a parameter that several models hold gets the sum of theirs."""
     total: Gradients = dict.fromkeys(names)
     for model in _models_of(stages):
         own = dict(model.named_parameters(remove_duplicate=False))

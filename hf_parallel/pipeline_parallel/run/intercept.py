@@ -67,7 +67,7 @@ class Calls:
         self._skipped: list[_Late] = []
 
     def install_last(self, block: nn.Module, hook: Callable[..., Any]) -> None:
-        """Have `hook` run after all forward hooks of a block: what it sees is what the block's caller gets."""
+        """Install `hook` behind all forward hooks of a block: what it sees is what the block's caller gets."""
         handle = block.register_forward_hook(hook, with_kwargs=True)
         self._last.append((forward_hooks(block), handle.id))
 
@@ -138,7 +138,7 @@ class _Late:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of a hook."""
+    """Do nothing, in the place of a hook."""
 
 
 class _SkippedBlock(Uncopyable):

@@ -54,7 +54,7 @@ class Slice:
 
 
 def delay_of(name: str, pp_size: int) -> int:
-    """By how many updates the weights of a window are older than the newest before its own.
+    """Number of updates by which the weights of a window are older than the newest before its own.
 
     Raises:
         ScheduleError: The schedule drains the pipeline in every step.

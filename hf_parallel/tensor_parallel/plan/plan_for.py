@@ -275,7 +275,7 @@ def _stacks(model: nn.Module, depth: int) -> tuple[str, ...]:
 def _kind_of_block(
     model: nn.Module, stacks: Sequence[str], block: int, overrides: Mapping[str, Treatment]
 ) -> tuple[Any, ...]:
-    """Equal for blocks with the same modules, shapes and settings, and the same overrides."""
+    """Key of a block, equal for blocks with the same modules, shapes and settings, and the same overrides."""
     kinds: list[Any] = []
     for stack in stacks:
         module = model.get_submodule(f"{stack}.{block}")

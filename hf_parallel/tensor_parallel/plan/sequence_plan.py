@@ -193,7 +193,7 @@ class _Trial:
     # -- proposals -----------------------------------------------------------------------------------------------
 
     def _groups(self) -> list[Options]:
-        """For each part of the block with sharded layers the ways to run it, the best first and the safest last."""
+        """List, for each part of the block with sharded layers, the ways to run it, the best first and the safest last."""
         pairs: dict[str, list[PairPlan]] = {}
         for pair in self.plan.pairs:
             pairs.setdefault(pair.root.partition(".")[0] or pair.row, []).append(pair)

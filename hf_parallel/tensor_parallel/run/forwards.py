@@ -10,7 +10,7 @@ from torch import nn
 
 
 def put_over(module: nn.Module, key: str, state: Any, forward: Callable[..., Any]) -> None:
-    """Have `module(...)` run `forward(module, ...)`; in place, over whatever was put there before.
+    """Let `module(...)` run `forward(module, ...)`; in place, over whatever was put there before.
 
     A bound method and plain attributes, not a closure: a copy of the module then runs the copy's settings and weights.
 

@@ -45,7 +45,7 @@ class KnownParts:
         self._places: dict[Place, tuple[Tensor, Owned]] | None = None
 
     def begin(self) -> None:
-        """User code is called: parameters may have other memory by now."""
+        """Find the parameters again before user code is called: they may have other memory by now."""
         self._places, self._met = None, False
         self._memory = {key: kept for key, kept in self._memory.items() if not kept[0].expired()}
 

@@ -167,7 +167,7 @@ class _Product(torch.autograd.Function):
 
 
 def _input_gradient(ctx: Any, weight: Tensor, gradient: Tensor | None, others: Tensor | None) -> Tensor | None:
-    """In new memory, which may be written to; `others` is the sum of the gradients of the other readers of the input."""
+    """Gradient of the input in new memory; `others` is the sum of the gradients of its other readers."""
     if not ctx.needs_input_grad[0]:
         return None
     if ctx.job.wide is not None:

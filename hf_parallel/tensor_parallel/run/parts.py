@@ -133,7 +133,7 @@ class OnParts(TorchFunctionMode):
         return pytree.tree_map(marked, self._carry_out(func, args, kwargs))
 
     def _carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """On parts, where that gives the parts of what it gives on the whole; else on the whole."""
+        """Run `func` on parts, where that gives the parts of its result on the whole; else on the whole."""
         leaves = _tensors((args, kwargs))
         found = [known for leaf in leaves if (known := self._known.of(leaf)) is not None]
         name = getattr(func, "__name__", "")
