@@ -59,9 +59,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
             self._watch_users()
-            if self._pipeline is not None and self._pipeline.ahead is not None:
+            if self._pipeline is not None and self._pipeline.asynchronous is not None:
                 # A run before this one has left older weights, maybe of another model: the best one was loaded since.
-                self._pipeline.ahead.versions.restore([])
+                self._pipeline.asynchronous.versions.restore([])
         watched, create = self._hf_parallel_watched, super().create_optimizer
         try:
             make: Callable[..., torch.optim.Optimizer] = (
@@ -142,8 +142,8 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if self.control.should_training_stop:
             self._refuse_drift()  # before `on_train_end`, where a callback may give rank 0 what is to be saved
         self._hf_parallel_following.clear()
-        if self._pipeline is not None and self._pipeline.ahead is not None:
-            self._pipeline.ahead.give_up()
+        if self._pipeline is not None and self._pipeline.asynchronous is not None:
+            self._pipeline.asynchronous.give_up()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -152,9 +152,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self._hf_parallel_window = []
         begins, self._hf_parallel_epoch_begins = self._hf_parallel_epoch_begins, False
         monitor, pipeline = monitor_of(self), self._pipeline
-        ahead = None if pipeline is None else pipeline.ahead
-        if ahead is not None:
-            ahead.guard.watches_modules = any(map(is_users, self.callback_handler.callbacks))
+        asynchronous = None if pipeline is None else pipeline.asynchronous
+        if asynchronous is not None:
+            asynchronous.guard.watches_modules = any(map(is_users, self.callback_handler.callbacks))
         later = vars(self).setdefault("_hf_parallel_following", deque())
         with self._doing("is in the data loader", in_steps=not begins):
             read: Iterator[Any] = epoch_iterator
@@ -162,16 +162,16 @@ class HFParallelTrainerMixin(CheckpointMixin):
                 monitor.begin_step(self.state.global_step + 1)
                 read = Timed(epoch_iterator, monitor.recorder)
             steps_left = self.state.max_steps - self.state.global_step
-            while not later or len(later) < min(steps_left, 1 + (0 if ahead is None else ahead.delay)):
+            while not later or len(later) < min(steps_left, 1 + (0 if asynchronous is None else asynchronous.delay)):
                 fetched = super().get_batch_samples(read, num_batches, device)
                 if later and not fetched[0]:
                     break  # the epoch ends
                 # Of a data set whose length is known the last window that is read ahead may be smaller than the one asked for.
-                if ahead is not None and not self._reads_known_length():
-                    ahead.guard.refuse_short(len(fetched[0]), num_batches)
+                if asynchronous is not None and not self._reads_known_length():
+                    asynchronous.guard.refuse_short(len(fetched[0]), num_batches)
                 # Stock takes no step after a window that a stream's end cuts short: its gradients stay for the next one.
                 is_short = len(fetched[0]) < num_batches
-                adds = pipeline is not None and ahead is None and (is_short or pipeline.gradients.in_window)
+                adds = pipeline is not None and asynchronous is None and (is_short or pipeline.gradients.in_window)
                 later.append((*fetched, [] if adds else self._announced(fetched[0])))
             samples, num_items, self._hf_parallel_window = later.popleft()
             if monitor is not None:
@@ -334,9 +334,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self.hf_parallel_session is None:
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        ahead = None if self._pipeline is None else self._pipeline.ahead
+        asynchronous = None if self._pipeline is None else self._pipeline.asynchronous
         # Stages that step at different times would wait for each other here, so they do where the norm is logged.
-        has_norm = ahead is None or ahead.vertical_sync or logs_next(self.args, self.state)
+        has_norm = asynchronous is None or asynchronous.vertical_sync or logs_next(self.args, self.state)
         if grad_norm is None and has_norm:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
         engine = self._engine

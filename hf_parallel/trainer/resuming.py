@@ -50,8 +50,8 @@ class ResumeMixin(SavingMixin):
         replicas = attachment.gradients.replicas
         settings = config.gradient_compression if replicas.local is None else config.local_sgd.compression
         held = attachment.parameters, attachment.buffers
-        ahead = engine.ahead if isinstance(engine, PipelineEngine) else None
-        versions = ahead.versions if ahead is not None else None
+        asynchronous = engine.asynchronous if isinstance(engine, PipelineEngine) else None
+        versions = asynchronous.versions if asynchronous is not None else None
         return Holdings(attachment.ledger, attachment.mesh, *held, replicas, settings, versions)
 
     def _held_alone(self) -> Holdings:

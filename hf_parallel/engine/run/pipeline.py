@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.compat.private_transformers import loss_shifts_labels
-from hf_parallel.engine.run.ahead import Ahead
+from hf_parallel.engine.run.asynchronous import AsynchronousRun
 from hf_parallel.engine.run.autograd_nodes import loss_node
 from hf_parallel.engine.run.direct import Attachment, Engine
 from hf_parallel.engine.run.last_stage import LastStage, logits_in
@@ -59,7 +59,7 @@ class PipelineEngine(Engine):
 
     Attributes:
         generated: Whether `model.generate()` ran.
-        ahead: Runs the windows of a pipeline that does not drain; None of one that does.
+        asynchronous: Runs the windows of a pipeline that does not drain; None of one that does.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class PipelineEngine(Engine):
             freezing=self._guards.freezing,
         )
         self._needs_scale = bool(backward_kind.scale)
-        self.ahead: Ahead | None = None
+        self.asynchronous: AsynchronousRun | None = None
         if schedule in ASYNCHRONOUS:
             parts = attachment, runtime, self._last_stage, self._loss, self.seeds
-            self.ahead = Ahead(*parts, name=schedule, vertical_sync=vertical_sync)
+            self.asynchronous = AsynchronousRun(*parts, name=schedule, vertical_sync=vertical_sync)
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self._split_run = self._make_split_run()
@@ -137,8 +137,8 @@ class PipelineEngine(Engine):
             following: Batches of the next steps, as far as they may be in the pipeline with these, and what each is
                 divided by.
         """
-        if self.ahead is not None:
-            self.ahead.following = list(following)
+        if self.asynchronous is not None:
+            self.asynchronous.following = list(following)
         self._factors.forget()  # a window that training broke off leaves nothing behind
         self._window = Window(batches)
 
@@ -214,8 +214,8 @@ class PipelineEngine(Engine):
     # -- fused ---------------------------------------------------------------------------------------------------
 
     def _fused(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
-        if self.ahead is not None:
-            return self._fused_ahead(self.ahead, batch)
+        if self.asynchronous is not None:
+            return self._fused_asynchronous(self.asynchronous, batch)
         begun = self._window is not None and self._window.has_begun
         # A hook sees the gradient of one batch, and may update what the next one uses.
         hooked = not begun and self._guards.ask_for_hooks()
@@ -227,20 +227,20 @@ class PipelineEngine(Engine):
         self._window = None
         return self._fused_batch(batch)
 
-    def _fused_ahead(self, ahead: Ahead, batch: dict[str, Any]) -> PipelineTrainingOutput:
+    def _fused_asynchronous(self, asynchronous: AsynchronousRun, batch: dict[str, Any]) -> PipelineTrainingOutput:
         """A batch of a window in a pipeline that does not drain."""
-        ahead.guard.refuse_hooks(self._guards.hooks.hooked, needs_scale=self._needs_scale)
+        asynchronous.guard.refuse_hooks(self._guards.hooks.hooked, needs_scale=self._needs_scale)
         if self._window is None or not self._window.holds(batch):
-            raise UnsupportedError(ahead.guard.not_announced)
+            raise UnsupportedError(asynchronous.guard.not_announced)
 
         def run(batches: list[dict[str, Any]]) -> list[torch.Tensor]:
             self._guards.direct.stop()
             self.gradients.begin_forward()
             self.gradients.begin_backward(is_first=True)
-            ahead.guard.refuse_gradients(self.gradients.arrivals.has_assigned)
+            asynchronous.guard.refuse_gradients(self.gradients.arrivals.has_assigned)
             count = sum(map(self._loss.num_parts, batches)) // len(batches)
             with self._buffers.watching(count, batches):
-                losses = ahead.run(batches)
+                losses = asynchronous.run(batches)
             self.gradients.end_schedule()
             return losses
 
@@ -361,8 +361,8 @@ class PipelineEngine(Engine):
     # -- split ---------------------------------------------------------------------------------------------------
 
     def _split(self, batch: dict[str, Any]) -> PipelineOutput:
-        if self.ahead is not None:
-            raise UnsupportedError(self.ahead.guard.not_announced)
+        if self.asynchronous is not None:
+            raise UnsupportedError(self.asynchronous.guard.not_announced)
         self.attachment.batch_check.check([batch])
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
@@ -411,5 +411,5 @@ class PipelineEngine(Engine):
 
     def _outputs_of(self, microbatches: list[dict[str, Any]]) -> list[Any]:
         """Forward of all microbatches without autograd; the outputs on the last stage, else empty."""
-        with self._buffers.beside(), nullcontext() if self.ahead is None else self.ahead.aside():
+        with self._buffers.beside(), nullcontext() if self.asynchronous is None else self.asynchronous.aside():
             return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)

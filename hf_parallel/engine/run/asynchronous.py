@@ -1,4 +1,4 @@
-"""The windows of a pipeline that does not drain between optimizer steps (PipeDream, PipeDream-2BW).
+"""Runs asynchronous schedules (PipeDream, PipeDream-2BW), in which the pipeline does not drain between optimizer steps.
 
 The batches of an optimizer step are a window. A step completes one window, and lets the stages begin those that follow, which run
 with older weights than the newest: window t with the weights after update t - delay. So nothing has to wait for an update.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.data_parallel.norms import power_sum
-from hf_parallel.engine.run.ahead_guard import AheadGuard
+from hf_parallel.engine.run.asynchronous_guard import AsynchronousGuard
 from hf_parallel.engine.run.direct import Attachment
 from hf_parallel.engine.run.last_stage import LastStage
 from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
@@ -72,8 +72,8 @@ class _Begun:
 
 
 @dataclass
-class Ahead:
-    """Runs the windows; building it is collective.
+class AsynchronousRun:
+    """Completes a window in each step, and begins the next ones; building it is collective.
 
     Args:
         attachment: Model, mesh, gradients.
@@ -104,7 +104,9 @@ class Ahead:
         delays = delays_of(self.name, mesh.shape.pp_size, vertical_sync=self.vertical_sync)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.versions = WeightVersions(self.attachment.model, trained, delays[mesh.pp_rank])
-        self.guard = AheadGuard(self.attachment.model, parameters, self.versions, name=self.name, delay=self.delay)
+        self.guard = AsynchronousGuard(
+            self.attachment.model, parameters, self.versions, name=self.name, delay=self.delay
+        )
         self._begun: deque[_Begun] = deque()
         self._done, self._next = empty(mesh.shape.pp_size), 0
         self._programs: dict[Any, tuple[Program, Any]] = {}

@@ -34,7 +34,7 @@ CUT_SHORT = (
 )
 
 
-class AheadGuard:
+class AsynchronousGuard:
     """Compares weights and modules with those that microbatches of later steps have met.
 
     Args:
