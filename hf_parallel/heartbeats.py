@@ -66,7 +66,7 @@ class StepTimes:
         self._ended: float | None = None
 
     def end(self) -> None:
-        """A step has ended and the next one begins."""
+        """End a step and begin the next one."""
         now, before = time.monotonic(), self._ended
         self._ended = now
         if before is not None:

@@ -140,7 +140,7 @@ class Watchdog:
         self._left = text, time.monotonic()
 
     def begins_epoch(self) -> None:
-        """A data loader begins anew: until the engine is called no step says how long its first batch may take."""
+        """Note that a data loader begins anew: until the engine is called no step says how long its first batch may take."""
         self._begins_epoch = True
         self._steps.leave_out()
 

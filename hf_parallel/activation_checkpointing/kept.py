@@ -58,13 +58,13 @@ class Kept:
         return self.here is not None and version_of(self.here) != self.version
 
     def settle(self) -> None:
-        """The group was left: what has a copy in host memory is there only."""
+        """Leave only the copy in host memory, where there is one, after the group's first run."""
         if self.copy is not None:
             self.copy.settle()
             self.here = None
 
     def forget(self) -> None:
-        """The second run is over."""
+        """Drop the copies of the second run, which is over."""
         if self.copy is not None:
             self.copy.forget()
 

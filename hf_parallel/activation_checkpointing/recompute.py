@@ -101,7 +101,7 @@ class Recomputation(Uncopyable):
         self._left: weakref.ref[_Frame] | None = None
 
     def leave(self, frame: _Frame) -> None:
-        """A forward left a group; backwards come to the groups in the opposite order."""
+        """Link a group that a forward has left to the one before: backwards come to them in the opposite order."""
         before = self._left() if self._left is not None else None
         if before is not None and before.group.indices.stop == frame.group.indices.start:
             frame.before = weakref.ref(before)

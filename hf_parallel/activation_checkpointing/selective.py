@@ -52,7 +52,7 @@ class KeptResults:
         return _Numbering(self._take)
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """The first run is over and hands out these tensors, which others may write to."""
+        """End the first run, which hands out these tensors; others may write to them."""
         self._forget(tensors)
         self._places.clear()
 

@@ -223,7 +223,7 @@ class Reader:
     def _fill(
         self, descriptor: int, stored: Stored, target: torch.Tensor, stride: int, runs: Sequence[tuple[int, int]]
     ) -> None:
-        """Rows u8[R n]: of each row of `stride` bytes of the file, the (start, length) `runs`."""
+        """Fill rows u8[R n] with the (start, length) `runs` of each row of `stride` bytes of the file."""
         whole = sum(length for _, length in runs)
         if whole == stride:
             self._read(descriptor, stored, stored.start, target.view(-1))

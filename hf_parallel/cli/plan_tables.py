@@ -40,7 +40,7 @@ def _print_json(content: object) -> None:
 
 
 def show_one(plan: Plan, as_json: bool) -> None:
-    """One layout, its memory term by term."""
+    """Print one layout, its memory term by term."""
     if as_json:
         _print_json(_facts(plan))
         return
@@ -93,7 +93,7 @@ def show(plans: Sequence[Plan], as_json: bool) -> None:
 
 
 def show_scaling(rows: Sequence[Scaled], as_json: bool) -> None:
-    """The speed-up over ever more GPUs."""
+    """Print the speed-up over ever more GPUs."""
     if as_json:
         _print_json([_facts(one.plan) | {"speed_up": one.speed_up, "ratio": one.ratio} for one in rows])
         return

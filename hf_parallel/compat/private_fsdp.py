@@ -61,7 +61,7 @@ class HookCarrier:
             )
 
     def adopt(self, new: Tensor, old: Tensor) -> None:
-        """Hooks of a parameter that `fully_shard` has replaced; their handles go on removing them."""
+        """Take over the hooks of a parameter that `fully_shard` has replaced; their handles go on removing them."""
         if gradient_hooks(old):
             new._backward_hooks = old._backward_hooks
         if accumulation_hooks(old):
@@ -72,7 +72,7 @@ class HookCarrier:
         return [sharded for _, _, sharded in self._pairs if self._accumulation.get(id(sharded))]
 
     def follow(self) -> None:
-        """A training forward pass begins; collective where hooks were registered before the first."""
+        """Bring hooks to gathered parameters before a training forward; collective if there were some before the first."""
         for part, held, sharded in self._pairs:
             own, accumulated = sharded._backward_hooks, self._accumulation.get(id(sharded))
             if not own and not accumulated:

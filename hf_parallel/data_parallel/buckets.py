@@ -132,7 +132,7 @@ class Packer:
 
     @torch.no_grad()
     def arrived(self, index: int, position: int) -> None:
-        """A gradient is complete; the others of its bucket will have the same factor."""
+        """Move a complete gradient into its bucket; the others of the bucket will have the same factor."""
         bucket = self._buckets[index]
         gradient = bucket.params[position].grad
         if gradient is None or bucket.device.type != "cpu" or gradient.layout != torch.strided:

@@ -336,7 +336,7 @@ def pack_state(shard: FlatShard, states: Mapping[int, Mapping[str, object]]) -> 
 
 
 def _require_one_number(name: str, key: str, one: object, other: object) -> None:
-    """Parameters of a flat part share what is no entry an element.
+    """Refuse states of parameters of one flat part that differ in a number which the part has once.
 
     Raises:
         UnsupportedError: They had others when the optimizer was prepared.

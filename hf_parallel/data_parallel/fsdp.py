@@ -157,7 +157,7 @@ class ShardedModel:
         self.sent_bytes += num_bytes
 
     def begin_forward(self) -> None:
-        """A training forward pass begins: hooks on parameters that were registered since run in its backward pass."""
+        """Prepare a training forward pass: hooks registered since run in its backward pass."""
         self._gathered.hide()
         for part in self._hooks.accumulating():
             if part.grad is not None:
@@ -169,7 +169,7 @@ class ShardedModel:
         self._hooks.follow()
 
     def begin_backward(self) -> None:
-        """Backward passes begin: gradients of gathered parameters are those that arrive."""
+        """Let gathered parameters have the gradients that arrive, as backward passes begin."""
         self._gathered.hide()
 
     def _before_forward(self, model: nn.Module, args: object) -> None:

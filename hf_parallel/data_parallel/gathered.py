@@ -52,7 +52,7 @@ class Gathered:
         self._stay: list[nn.Parameter] | None = None  # the same after every forward pass
 
     def show(self) -> None:
-        """A forward pass is over whose backward pass follows."""
+        """Let gathered parameters show the gradients of their parts, after a forward pass with a backward pass to come."""
         if self._stay is None:
             pairs = [(p, part) for p, part in self._carrier.gathered() if type(p) is nn.Parameter]
             for parameter, part in pairs:
@@ -62,6 +62,6 @@ class Gathered:
             parameter.__class__ = GatheredParameter
 
     def hide(self) -> None:
-        """A pass begins: gradients that arrive are their own."""
+        """Let gathered parameters have gradients of their own, as a pass begins."""
         for parameter in self._stay or ():
             parameter.__class__ = nn.Parameter

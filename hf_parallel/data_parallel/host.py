@@ -83,7 +83,7 @@ class FusedOnHost:
         optimizer.register_state_dict_pre_hook(lambda own: self.after())
 
     def before(self, groups: Iterable[dict[str, object]]) -> None:
-        """A step begins."""
+        """Choose the fused kernel, for a step that begins, in groups that leave the choice open."""
         self.after()  # one that raised has not ended
         if self._applies:
             free = ("fused", "foreach")
@@ -96,7 +96,7 @@ class FusedOnHost:
             group["fused"] = True
 
     def after(self) -> None:
-        """A step is over."""
+        """Leave the choice of the kernel open again."""
         for group in self._changed:
             group["fused"] = None
         self._changed = []

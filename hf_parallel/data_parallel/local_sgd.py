@@ -69,7 +69,7 @@ class LocalSteps:
         return self._wire.counters.bytes
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """A hook for the inner optimizer."""
+        """Count a step of the inner optimizer, and synchronise when it is time."""
         self.steps += 1
         if self.steps >= self.sync_every:
             self.synchronise()

@@ -28,7 +28,7 @@ class LossNumbers:
         self._sum: Tensor | float = 0.0
 
     def note(self, number: Tensor | float) -> None:
-        """A loss, or its backward pass, computes with a number. A GPU is not waited for."""
+        """Note a number that a loss, or its backward pass, computes with. A GPU is not waited for."""
         self._count += 1
         weight = 1.0 + 0.618 * self._count % 1.0  # their order counts
         if isinstance(number, Tensor) and number.device.type == "cpu":

@@ -63,7 +63,7 @@ class Overlap:
             handle.remove()
 
     def arm(self) -> None:
-        """The gradients that arrive from now on are the last of this step."""
+        """Take the gradients that arrive from now on for the last of this step."""
         if not self._armed:
             self._armed = True
             self._seen.clear()

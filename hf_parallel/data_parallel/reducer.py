@@ -81,7 +81,7 @@ class GradientReducer:
         self._overlap.remove()
 
     def arm(self, factor: float | None) -> None:
-        """The backward pass that follows is the last before `reduce`: the reduction of full buckets may start.
+        """Allow full buckets to be reduced in the next backward pass, the last before `reduce`.
 
         Args:
             factor: Factor that `reduce` will be given; None if that is not known yet, and then an approximating wire waits.

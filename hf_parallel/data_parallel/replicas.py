@@ -329,7 +329,7 @@ class Replicas:
         return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.num_copies
 
     def arm(self, factor: float | None, *, last: bool) -> None:
-        """A backward pass begins; the reduction of a bucket may start as soon as the bucket is complete.
+        """Allow a bucket to be reduced in the next backward pass as soon as it is complete.
 
         Args:
             factor: Factor that `reduce` or `accumulate` will be given after it; None if that is not known yet.

@@ -57,7 +57,7 @@ class SharedCounts:
             self.missed |= dict.fromkeys(names, Missed(counted, by_user=True))
 
     def step(self, shards: Sequence[FlatShard], absent_names: Collection[str], dropped: Collection[str]) -> None:
-        """The optimizer steps next.
+        """Count the steps that parameters miss, before the optimizer steps.
 
         Args:
             shards: The parts.

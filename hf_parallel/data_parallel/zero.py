@@ -145,7 +145,7 @@ class ZeroPartition:
         return [name for bucket in self._buckets for name in bucket.names]
 
     def arm(self, factor: float | None) -> None:
-        """The backward pass that follows is the last before `reduce`, or, in stage 2, before `accumulate`."""
+        """Allow full buckets to be reduced in the next backward pass, the last before `reduce` (stage 2: `accumulate`)."""
         announced = announced_factor(self.wire, factor)
         if announced is not None:
             self._packer.factor = announced

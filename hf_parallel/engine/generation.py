@@ -61,7 +61,7 @@ def install_generate(engine: Engine) -> None:
 
 
 def _share_random_state(engine: Engine) -> None:
-    """The ranks of a model copy sample with the random numbers of their first one; collective over them.
+    """Give all ranks of a model copy the random state of their first one, to sample alike; collective over them.
 
     Each would go on with tokens of its own otherwise, and the next forward pass would mix them.
     """

@@ -115,7 +115,7 @@ def checkpoint_activations(setup: Setup, plans: Plans, sequence: SequenceMode | 
 
 
 def shard_layers(setup: Setup, plans: Plans, stages: Stages | None) -> None:
-    """Each tensor-parallel rank keeps its shard of the layers that this rank holds."""
+    """Keep this tensor-parallel rank's shard of the layers that it holds."""
     mesh = setup.mesh
     if plans.tensor_parallel is None or mesh.tp_group is None:
         return
@@ -132,7 +132,7 @@ def shard_layers(setup: Setup, plans: Plans, stages: Stages | None) -> None:
 
 
 def spread_experts(setup: Setup, plans: Plans) -> None:
-    """Each of the replicas that share the experts keeps its part of those that this rank holds."""
+    """Keep this replica's part of the experts that it shares with others."""
     mesh = setup.mesh
     if plans.experts is not None and mesh.ep_group is not None:
         holds = partial(plans.ledger.holds, mesh.pp_rank)
@@ -141,7 +141,7 @@ def spread_experts(setup: Setup, plans: Plans) -> None:
 
 
 def defer_head(setup: Setup, plans: Plans) -> None:
-    """The head leaves its logits unmade for the loss, on the ranks that hold it.
+    """Let the head leave its logits unmade for the loss, on the ranks that hold it.
 
     Comes after the layers are sharded: a head that is sharded over the vocabulary does so by itself.
     """

@@ -62,7 +62,7 @@ class Allocations:
         self._events: list[tuple[Block, int]] = []
 
     def resize(self, block: Block, size: int) -> None:
-        """A block has `size` bytes from now on; 0: it is given back."""
+        """Let a block have `size` bytes from now on; 0: it is given back."""
         size = -(-size // self._multiple) * self._multiple
         before = self._sizes.get(block, 0)
         if size == before:

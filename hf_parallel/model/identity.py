@@ -167,7 +167,7 @@ class _Code:
         self._texts: dict[int, tuple[Any, str]] = {}  # objects are kept, so that ids stay theirs
 
     def classes(self, kind: type) -> None:
-        """A class and its bases may be asked for any attribute that is named somewhere."""
+        """Describe a class and its bases, which may be asked for any attribute that is named somewhere."""
         for one in kind.__mro__:
             self._shipped(one)
             if _package(_home(one)) == WALKED:

@@ -113,7 +113,7 @@ class Recorder:
             self._step.raw.append((kind, index, microbatch, start, self.mark()))
 
     def add_on_host(self, kind: str, start: float) -> None:
-        """The same of what the host alone does; `start` is of `time.perf_counter`."""
+        """Add a span of the host alone; `start` is of `time.perf_counter`."""
         if self._step is not None:
             self._step.raw.append((kind, -1, -1, start, time.perf_counter()))
 
@@ -135,7 +135,7 @@ class Recorder:
         return self._step is not None
 
     def begin_step(self, number: int, *, waits: bool = False) -> None:
-        """A step begins; one that did not end is dropped.
+        """Begin a step; one that did not end is dropped.
 
         Args:
             number: Number of the step.
@@ -149,7 +149,7 @@ class Recorder:
         self._step = _Open(number, time.perf_counter(), origin)
 
     def end_step(self) -> None:
-        """The step is over."""
+        """End the step."""
         step, self._step = self._step, None
         if step is None:
             return

@@ -216,7 +216,7 @@ class HFParallelCallback(TrainerCallback):
 
 
 def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
-    """One process: training is the stock Trainer's, checkpoints are those that several ranks read and write.
+    """Let stock training in one process write and read checkpoints that several ranks can.
 
     Raises:
         ConfigError: Stock code writes the checkpoints of this run, and settings of ours were given for them.

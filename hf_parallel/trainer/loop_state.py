@@ -103,7 +103,7 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
 
 
 def _write_weights(accelerator: HFParallelAccelerator, engine: Engine, folder: Path, staging: Path) -> None:
-    """The model; hooks that were registered may write it themselves, and then take it out of their list."""
+    """Write the model; hooks that were registered may write it themselves, and then take it out of their list."""
     hooks = prepared_by(accelerator).before_save
     if hooks:
         weights = [whole_state(engine)]
@@ -301,7 +301,7 @@ def files_of_state(folder: Path) -> list[str]:
 
 
 def _refuse_other_counts(folder: Path, saved: int, here: int, accelerator: HFParallelAccelerator) -> None:
-    """A scheduler that accelerate steps once a replica has another position than the same updates give it here."""
+    """Refuse a scheduler stepped once a replica, whose position is another one with other replicas."""
     steps_often = (each.step_with_optimizer and not each.split_batches for each in prepared_by(accelerator).schedulers)
     if saved != here and any(steps_often):
         raise CheckpointError(

@@ -97,7 +97,7 @@ class SavingMixin(Base):
         return session.mesh if session is not None else Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=600))
 
     def _synchronise(self) -> None:
-        """Replicas that train by themselves become equal before the model is looked at."""
+        """Make replicas that train by themselves equal, before the model is looked at."""
         if self._engine is not None:
             self._engine.gradients.replicas.synchronise()
 

@@ -78,7 +78,7 @@ class Shared:
             self.is_running, self.packed = False, None
 
     def note(self, model: nn.Module) -> None:
-        """The attention of this model is shared; other models made from its config have the name of it as well."""
+        """Note that the attention of this model is shared; other models made from its config have its name as well."""
         self._modules.update(model.modules())
 
     @property

@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def _write_random_states(checkpoint: Path, folder: Path, saved: MeshShape) -> None:
-    """The random states of one process, and of as many as there were copies of the model."""
+    """Write the random states of one process, and of as many as there were copies of the model."""
     for replica in range(saved.dp_size):
         source = checkpoint / rng_file(saved.rank_at(replica, 0, 0), saved.world_size)
         state = load_small(source, RANDOM)

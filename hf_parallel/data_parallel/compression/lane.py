@@ -116,7 +116,7 @@ class Lane:
                 self._resume(item)
 
     def _resume(self, item: _Active) -> None:
-        """One step of a job; it stays active if it waits for another collective."""
+        """Run a job's next step; it stays active if it waits for another collective."""
         try:
             with torch.no_grad():
                 if item.work is not None:

@@ -108,7 +108,7 @@ class GradientSync:
         )
 
     def begin_forward(self) -> None:
-        """A training forward pass begins: hooks on parameters run in its backward pass.
+        """Prepare a training forward pass: its weights must be those prepared, and hooks on parameters run in its backward pass.
 
         Raises:
             UnsupportedError: Names a parameter or a module that was replaced since the model was prepared.
@@ -121,7 +121,7 @@ class GradientSync:
             self.replicas.sharded.begin_forward()
 
     def refuse_replaced(self) -> None:
-        """Weights are gathered next: those that were prepared.
+        """Refuse to gather weights that are not those that were prepared.
 
         Raises:
             UnsupportedError: Names a parameter or a module that was replaced since.
@@ -138,7 +138,7 @@ class GradientSync:
         return self._num_holders[id(self._parameters[name])] if self.shown.is_between else 1
 
     def begin_backward(self, *, is_first: bool = False) -> None:
-        """Backward passes begin: what they add can be told from what is reduced.
+        """Set reduced gradients aside before backward passes, so that what these add can be told from them.
 
         Args:
             is_first: Whether they are the first of their step, and begin before the caller's own.
@@ -152,11 +152,11 @@ class GradientSync:
         self.arrivals.set_aside(everything=is_first)
 
     def end_schedule(self) -> None:
-        """Backward passes ran inside a forward call: the caller sees no gradients of them before its own backward."""
+        """Hide gradients made inside a forward call: the caller sees none before its own backward."""
         self.arrivals.hide()
 
     def begin_callers_backward(self) -> None:
-        """The caller backpropagates a loss: it sees the gradients that `end_schedule` hid."""
+        """Show the gradients that `end_schedule` hid: the caller backpropagates a loss."""
         self.arrivals.show()
 
     def take_reduced(self, name: str) -> torch.Tensor | None:
@@ -178,7 +178,7 @@ class GradientSync:
         return reduced
 
     def arm(self, factor: float | None, *, last: bool) -> None:
-        """A backward pass begins: gradients may leave while it runs.
+        """Allow gradients to leave in the next backward pass while it runs.
 
         Args:
             factor: Factor that `reduce` or `accumulate` will be given after it; None if that is not known yet.
@@ -334,7 +334,7 @@ class GradientSync:
         return [local_of(owner.grad) for owner in owners if owner.grad is not None]
 
     def before_update(self) -> None:
-        """A loss scaler or an optimizer looks at the gradients next: what user code made of them counts.
+        """Take over what user code made of the gradients, before a loss scaler or an optimizer looks at them.
 
         Raises:
             UnsupportedError: Names a parameter that was replaced, or has another shape.

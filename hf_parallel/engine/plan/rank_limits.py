@@ -149,7 +149,7 @@ def describe_limits(limits: RankLimits) -> list[str]:
 
 
 def _meet(setup: Setup) -> None:
-    """All measure at the same time, as they will compute; collective."""
+    """Wait for the other ranks, so that all measure at the same time, as they will compute; collective."""
     if dist.is_initialized():
         with setup.watchdog.waiting("waits to measure the speed of all ranks at the same time"):
             dist.barrier(group=setup.mesh.host_group)

@@ -188,11 +188,11 @@ class AsynchronousGuard:
             self._settings |= {name: value for name, value in now.items() if before.get(name) != value}
 
     def gradients_are_due(self) -> None:
-        """The gradients of a step are in `p.grad`: an optimizer must use them next."""
+        """Note that the gradients of a step are in `p.grad`, and that an optimizer must use them next."""
         self._is_due, self._written = True, self._versions.written
 
     def before_write(self) -> None:
-        """An optimizer is about to write to the parameters.
+        """Refuse, before an optimizer writes to the parameters, what would make another version of the weights.
 
         Raises:
             UnsupportedError: It has done so already since the last batch, or user code changed weights after the backward pass.

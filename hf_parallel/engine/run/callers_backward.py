@@ -44,7 +44,7 @@ class CallersBackward:
         self._doubtful: list[list[tuple[nn.Parameter, Tensor]]] = []
 
     def backpropagated(self, made: Made, factor: Tensor) -> None:
-        """The pass has come to a loss whose schedule has run; `factor` (0-d) is what its gradients are multiplied with."""
+        """Note that the pass has come to a loss whose schedule has run; `factor` (0-d) is for its gradients."""
         self._passed.append((made, factor))
 
     @contextmanager
@@ -56,7 +56,7 @@ class CallersBackward:
         self._doubtful.append(self._hooks.keep(made.take()))
 
     def add_up(self, *, ends_step: bool) -> None:
-        """The pass ends: add its gradients to those that the parameters have, each times the factor of its loss."""
+        """Add the gradients of the pass, which ends, to those of the parameters, each times the factor of its loss."""
         passed, self._passed = together(self._passed), []
         doubtful, self._doubtful = self._doubtful, []
         frozen: set[int] = set()

@@ -133,7 +133,7 @@ class Engine:
         return bool(GradientState().sync_gradients) and not self._holds_back
 
     def end_pass_later(self) -> None:
-        """A backward pass of the caller's runs: `end_pass` follows it, since gradients may arrive until it is over."""
+        """Let `end_pass` follow the caller's backward pass that runs: gradients may arrive until it is over."""
         if not self._queued:
             self._queued = True
             self.gradients.begin_backward()
@@ -145,7 +145,7 @@ class Engine:
         self.end_pass(1.0, self.compare_step)
 
     def end_pass(self, factor: float, compare: Callable[[], None]) -> None:
-        """A backward pass is over. The last one of an optimizer step ends the step: compare, then reduce.
+        """End a backward pass; after the last one of an optimizer step compare the ranks, then reduce.
 
         Args:
             factor: Factor for the gradients.
@@ -231,7 +231,7 @@ class Engine:
         raise NotImplementedError
 
     def backpropagates(self, loss: torch.Tensor) -> None:
-        """`accelerator.backward(loss)` begins."""
+        """Note that `accelerator.backward(loss)` begins."""
 
     def under_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` run under this engine's autocast, whatever it is at the time of the call."""
@@ -322,7 +322,7 @@ class DirectEngine(Engine):
         return found
 
     def backpropagates(self, loss: torch.Tensor) -> None:
-        """All ranks of a batch must have the same loss: what differs is another step on every shard, or a wrong sum.
+        """Note the loss, which must be the same on all ranks of a batch: else shards take other steps, or a sum is wrong.
 
         With ZeRO gradients are taken back now: that of a parameter which the loss reads itself may arrive before those of the
         model's outputs, and would pass for one that user code assigned, which is not averaged.
@@ -361,7 +361,7 @@ class DirectEngine(Engine):
         return gives_gradients_away(leaf for leaf in leaves if leaf is not None)
 
     def before_end(self) -> None:
-        """The backward pass is over; microbatches count from the step's first."""
+        """Record the backward pass, which is over; microbatches count from the step's first."""
         self.recorder.add("B", 0, self._pass, self._begun)
         self._pass = 0 if self.ends_step else self._pass + 1
 

@@ -85,7 +85,7 @@ class MicrobatchLoss:
             self._function = None
 
     def check(self) -> None:
-        """A loss function that was replaced since it was judged, or reads other things, gets whole batches, which is always right."""
+        """Use whole batches, which is always right, if the loss function, or what it reads, was replaced since it was judged."""
         if self._kind == "whole":
             return
         now = loss_functions(self._model)

@@ -90,7 +90,7 @@ class Caught:
     names: tuple[str, ...] = ()
 
     def note(self, index: int, output: Any, loss: Tensor | None = None) -> None:
-        """The last stage has computed a microbatch.
+        """Keep the outputs of a microbatch that the last stage has computed.
 
         Args:
             index: Index of the microbatch.
@@ -296,7 +296,7 @@ class OtherOutputs:
                 self._deviations.append(far.float())
 
     def begin_second_pass(self) -> None:
-        """The second pass of a batch begins, on all ranks: there is something to judge."""
+        """Note on all ranks that the second pass of a batch will have to be judged."""
         self._deviations.append(torch.zeros((), device=self._last_stage.device))
 
     def judge(self) -> None:

@@ -327,7 +327,7 @@ class PipelineEngine(Engine):
             self.runtime.forget_headers()
 
     def _finish_backward(self, made: Made | None, seed: float, gradient: torch.Tensor) -> None:
-        """Backward of a returned loss: the factor of upstream code is known now.
+        """Finish the backward of a returned loss: the factor of upstream code is known now.
 
         Args:
             made: Gradients of this forward; None if they are those of a window, which one factor is applied to.

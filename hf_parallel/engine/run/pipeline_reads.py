@@ -238,7 +238,7 @@ class ReadingPipelineEngine(PipelineEngine):
         return self._with_logits(output, kind, announced)
 
     def _backward_outputs(self, reading: Reading, gradients: dict[str, torch.Tensor]) -> None:
-        """Backward of other outputs: dL/d(output) [B ...] is known now."""
+        """Backpropagate other outputs: dL/d(output) [B ...] is known now."""
         ratio = self._others.ratio(reading, gradients)
         if ratio is not None:
             self._tell_once(reading.kind, ONE_PASS.format(name=next(iter(gradients))))

@@ -79,7 +79,7 @@ class WindowFactors:
         self._factors: list[torch.Tensor] = []
 
     def forget(self) -> None:
-        """A window begins."""
+        """Forget the factors of the window before."""
         self._factors = []
 
     def add(self, factor: torch.Tensor) -> None:

@@ -53,21 +53,21 @@ class Backwards:
         self._beside: Tensor | None = None  # f[2]: a mark and a size of what only the loss reads
 
     def scaled(self, factor: Tensor) -> None:
-        """A loss was multiplied with `factor` (one element) before its backward."""
+        """Note `factor` (one element), which a loss was multiplied with before its backward."""
         self._note(factor, factor)
 
     def lost(self, loss: Tensor) -> None:
-        """A loss (one element) is backpropagated."""
+        """Note a loss (one element) that is backpropagated."""
         self._note(loss, loss)
 
     def arrived(self, gradient: Tensor) -> None:
-        """The gradient f[B S V] of the logits arrived, which every rank has computed for itself."""
+        """Note the gradient f[B S V] of the logits, which every rank has computed for itself."""
         self._on_logits = True
         flat = gradient.detach().reshape(-1, gradient.shape[-1]).float()
         self._note(self._projected(flat), torch.linalg.vector_norm(flat))
 
     def beside(self, name: str, gradient: Tensor) -> None:
-        """A gradient arrived at the parameter `name` past the model's forward, which every rank has computed for itself."""
+        """Note a gradient of the parameter `name` from past the model's forward, which every rank has computed for itself."""
         flat = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.ndim else 1).float()
         weighed = self._projected(flat) * (
             1.0 + crc32(name.encode()) / 2**32

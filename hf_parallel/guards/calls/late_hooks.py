@@ -131,7 +131,7 @@ class LateHooks:
         )
 
     def check_factor(self, factor: Tensor) -> None:
-        """The loss is backpropagated; its gradients were made before, and take `factor` (0-d) now.
+        """Refuse `factor` (0-d) of a loss whose gradients were made before, if a hook has seen them without it.
 
         Raises:
             UnsupportedError: A hook saw them at another scale, and goes by it.

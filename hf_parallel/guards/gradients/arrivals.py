@@ -58,7 +58,7 @@ class Arrivals:
                 parameter.grad = None
 
     def hide(self) -> None:
-        """Backward passes ran before the caller's `backward()`: until then gradients are what they were before."""
+        """Put back the gradients from before backward passes that ran ahead of the caller's `backward()`."""
         self._hidden = [(p, p.grad) for p in self._parameters if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
@@ -68,7 +68,7 @@ class Arrivals:
             self.note(parameter)
 
     def show(self) -> None:
-        """The caller's `backward()` runs: what was hidden has arrived."""
+        """Let what was hidden arrive: the caller's `backward()` runs."""
         hidden = self._hidden
         if hidden:
             self.set_aside()
@@ -121,13 +121,13 @@ class Arrivals:
         self._ready.update(id(other) for other in others)
 
     def note_all(self) -> None:
-        """Gradients that are reduced were changed by ourselves."""
+        """Note all reduced gradients again after a change of our own."""
         for parameter in self._parameters:
             if id(parameter) in self._reduced:
                 self.note(parameter)
 
     def note(self, parameter: nn.Parameter) -> None:
-        """The gradient of a parameter is reduced as it is now."""
+        """Note that the gradient of a parameter is reduced as it is now."""
         gradient = parameter.grad
         if gradient is not None:
             self._ready.add(id(parameter))

@@ -131,7 +131,7 @@ class BatchHooks:
 
     @torch.no_grad()
     def run(self, frozen: set[int]) -> None:
-        """The caller's backward pass ends: what was kept goes through the hooks to `p.grad`; collective over holders.
+        """Run hooks on what was kept, and add it to `p.grad`, as the caller's backward pass ends; collective over holders.
 
         Args:
             frozen: Ids of parameters whose gradients do not count.

@@ -45,7 +45,7 @@ class HookGuard:
         self._holds = False
 
     def check(self) -> None:
-        """A training forward pass begins.
+        """Adapt the hooks on parameters before a training forward pass: they see whole gradients.
 
         Raises:
             UnsupportedError: A hook on the accumulated gradient of a parameter of which this rank holds a shard.
@@ -128,7 +128,7 @@ class HookGuard:
                     table[key] = _Held(name, hook, self)
 
     def refuse_direct(self, name: str) -> None:
-        """A gradient arrives at a parameter with hooks.
+        """Refuse a gradient that arrives at a parameter with hooks, unless a schedule has made it.
 
         Raises:
             UnsupportedError: It comes from the caller's own loss, and not from a schedule.

@@ -35,15 +35,15 @@ class Owner(Protocol):
         ...
 
     def gather(self, shard: FlatShard) -> None:
-        """The whole gradients of a buffer's parameters; collective over the ranks that share it."""
+        """Gather the whole gradients of a buffer's parameters; collective over the ranks that share it."""
         ...
 
     def touch(self) -> None:
-        """A gradient is opened, or autograd adds to it."""
+        """Note that a gradient is opened, or that autograd adds to it."""
         ...
 
     def note_parts(self) -> None:
-        """The optimizer's parts of gradients are as they should be."""
+        """Note the optimizer's parts of gradients as they are now, which is right."""
         ...
 
 
@@ -84,7 +84,7 @@ class _Part:
         return self.opened
 
     def close(self) -> None:
-        """The shard is what counts from now on."""
+        """Let the shard be what counts from now on."""
         self.opened = None
 
     def _with_opened(self, local: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class FlatGradient(_Part):
 
     @torch.no_grad()
     def take(self, whole: Tensor) -> None:
-        """This rank's elements of a gradient that user code assigned or changed."""
+        """Take this rank's elements of a gradient that user code assigned or changed."""
         found, gradient = self.shard.part_of(self.position, whole), self.shard.master.grad
         if found is None or gradient is None:
             return
@@ -181,7 +181,7 @@ class FlatGradient(_Part):
 
 
 def refuse_summand(name: str) -> None:
-    """A gradient that several ranks have summands of cannot be read or limited before they are added up.
+    """Refuse to read or limit a gradient that several ranks have summands of, before they are added up.
 
     Raises:
         UnsupportedError: Always.

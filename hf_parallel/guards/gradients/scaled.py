@@ -55,7 +55,7 @@ class StageFactors:
                 self._taken[name] = now
 
     def settle(self, power: Callable[[str], Tensor | None]) -> None:
-        """The optimizer steps next; collective over the stages, two numbers each.
+        """Compare, before a step, the factors and settings of the stages; collective over them, two numbers each.
 
         On a GPU only ranks on which user code took numbers wait for it, and settings are compared in the next step.
 

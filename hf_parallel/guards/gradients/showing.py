@@ -95,14 +95,14 @@ class ShownGradients(NormsOfShown):
         return part.power(2.0, values)
 
     def compare_factors(self) -> None:
-        """The optimizer steps next: see `StageFactors`."""
+        """Compare, before a step, the factors of the stages (see `StageFactors`)."""
         if self._active and not self._has_stepped:
             with self._waiting("waits for what the other stages multiplied their gradients with"):
                 self.factors.settle(self._power_now)
 
     @torch.no_grad()
     def gather(self, shard: FlatShard) -> None:
-        """The whole gradients of a buffer's parameters; collective over the ranks that share it."""
+        """Gather the whole gradients of a buffer's parameters; collective over the ranks that share it."""
         zero = self._zero
         if zero is None:
             return
@@ -129,7 +129,7 @@ class ShownGradients(NormsOfShown):
                 self._flat[name] = FlatGradient(name, param, (shard, position), self)
 
     def show(self) -> None:
-        """Gradients are reduced: user code may look at them, and change them."""
+        """Show the reduced gradients to user code, which may change them."""
         self._active, self._has_stepped = True, False
         self.factors.begin()
         self.note_parts()
@@ -160,7 +160,7 @@ class ShownGradients(NormsOfShown):
         return SharedGradient.of(parameter, part, self)
 
     def touch(self) -> None:
-        """A gradient is opened, or autograd adds to it."""
+        """Note that a gradient is opened, or that autograd adds to it."""
         self._touched = True
 
     @property
@@ -214,7 +214,7 @@ class ShownGradients(NormsOfShown):
                 flat.parameter.grad = left if gradient is None else gradient.add_(left)
 
     def note_parts(self) -> None:
-        """The optimizer's parts of gradients are as they should be."""
+        """Note the optimizer's parts of gradients as they are now, which is right."""
         parts = [shard.master.grad for shard in self._zero.shards] if self._zero is not None else []
         self._noted = [(part, version_of(part)) for part in parts if part is not None]
 
@@ -288,7 +288,7 @@ class ShownGradients(NormsOfShown):
         return settled
 
     def show_after_step(self) -> None:
-        """The optimizer has stepped: until they are cleared, user code finds the gradients, and may clear them, where they were."""
+        """Show gradients again after a step, until they are cleared: user code finds and clears them where they were."""
         stepped, self._stepped = self._stepped, []
         for parameter, left, stand in stepped:
             if parameter.grad is left:
@@ -296,7 +296,7 @@ class ShownGradients(NormsOfShown):
         self._active = self._has_stepped = bool(stepped)
 
     def cleared(self, set_to_none: bool) -> None:
-        """The optimizer's gradients are cleared: where they are in parts, so are those that parameters have or show.
+        """Clear the gradients that parameters have or show, where the optimizer's, in parts, were cleared.
 
         Args:
             set_to_none: Argument of `zero_grad`.
@@ -310,7 +310,7 @@ class ShownGradients(NormsOfShown):
                 flat.parameter.grad = None if set_to_none else gradient.zero_()
 
     def _give_room(self) -> None:
-        """Gradients that user code assigned after it had cleared those of the optimizer."""
+        """Make gradients of the optimizer's parts for those that user code assigned after it had cleared them."""
         for flat in self._flat.values():
             gradient, master = flat.parameter.grad, flat.shard.master
             assigned = gradient is not None and type(gradient) is not SharedGradient

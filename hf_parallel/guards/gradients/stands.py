@@ -41,7 +41,7 @@ class Part(Protocol):
         ...
 
     def close(self) -> None:
-        """The shard counts, and what was opened no more."""
+        """Let the shard count, and what was opened no more."""
         ...
 
     def tensor(self) -> Tensor:
@@ -65,7 +65,7 @@ class Part(Protocol):
         ...
 
     def read(self) -> None:
-        """User code reads values; refused of a summand."""
+        """Notice that user code reads values; refused of a summand."""
         ...
 
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ class SettingsOfCopies:
         self._awaited = Awaited(self._judge)
 
     def before_step(self) -> None:
-        """An optimizer steps, on all replicas; collective over them in some steps.
+        """Compare the optimizers' settings before a step; collective over the replicas in some steps.
 
         Raises:
             RankMismatchError: A setting differs; on each of these ranks. On a GPU at the next comparison.

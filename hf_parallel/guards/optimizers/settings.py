@@ -69,7 +69,7 @@ class OptimizerSettings:
             self._optimizers.append(optimizer)
 
     def use(self) -> None:
-        """An optimizer steps."""
+        """Remember the settings that a step uses."""
         self._used = self._now()
 
     def known(self) -> Known:

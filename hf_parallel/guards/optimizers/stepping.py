@@ -60,7 +60,7 @@ class OwnHooks:
             self._before[self._mine[0]] = self._entering(self._before[self._mine[0]])
 
     def begin(self) -> None:
-        """A step begins: hooks that were registered since run before ours."""
+        """Put our hooks behind those that were registered since, as a step begins."""
         self._look()
         self._depth = 0  # a step that raised leaves nothing behind
         if list(self._before)[-len(self._mine) :] != self._mine:

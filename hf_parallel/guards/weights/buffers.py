@@ -61,7 +61,7 @@ class MovingBuffers:
         self._meeting = meeting_of_replicas(mesh, PATIENCE_S)
 
     def end_step(self) -> None:
-        """Gradients are reduced: the next forward pass begins with the buffers of the first replica."""
+        """Let the next forward pass begin with the buffers of the first replica."""
         self._is_due = True
 
     @contextmanager
@@ -102,7 +102,7 @@ class MovingBuffers:
         self._leave()
 
     def _leave(self) -> None:
-        """A forward pass is over: what it wrote is not written by user code."""
+        """Take note of all buffers after a forward pass: what it wrote is not written by user code."""
         if self._tables and (self._begun or not self._has_left or self._left.is_written):
             self._left.take()
             self._has_left = True

@@ -44,7 +44,7 @@ class WeightsOfSteps:
         self._before: list[Tensor | int] = [1, 1]
 
     def update(self) -> None:
-        """An optimizer is about to overwrite what other ranks have of its part."""
+        """Remember digests of the weights before an optimizer overwrites what other ranks have of its part."""
         for shard in self._zero.shards:
             shard.return_to_buffer()  # where `p.data = ...` has put a parameter elsewhere
         self._before = self.digests()

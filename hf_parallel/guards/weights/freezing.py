@@ -107,7 +107,7 @@ class Freezing:
         slot.fill_(float(bool(self._to_freeze or self._asked)))
 
     def arrived(self, slot: Tensor) -> None:
-        """The sum over the ranks; read when the schedule's gradients are finished."""
+        """Keep the sum over the ranks, which is read when the schedule's gradients are finished."""
         if torch.is_grad_enabled():  # not an evaluation
             self._unread.append(slot)
 

@@ -85,7 +85,7 @@ class Monitor:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, number: int) -> None:
-        """An optimizer step begins, with the wait for its first batch."""
+        """Begin an optimizer step, with the wait for its first batch."""
         self._metrics = {}
         traces = number in self.settings.trace_steps
         if traces and not self._traces:
@@ -105,7 +105,7 @@ class Monitor:
                 self._seq_len = ids.shape[-1]
 
     def end_step(self, number: int, *, logs: bool) -> None:
-        """The step is over; collective where it logs, and every few steps.
+        """End the step; collective where it logs, and every few steps.
 
         Args:
             number: Number of the step.
@@ -128,7 +128,7 @@ class Monitor:
             self._write_trace()
 
     def end_epoch(self, number: int) -> None:
-        """The Trainer logs an epoch that is over; collective.
+        """Log the steps since the last line, where some Trainers log the end of an epoch; collective.
 
         Args:
             number: Number of the epoch's last step.
@@ -278,7 +278,7 @@ class Monitor:
                 logger.info("hf_parallel: trace of steps %s: %s", list(self.settings.trace_steps), path)
 
     def end(self) -> None:
-        """Training is over: write what is still to be written; collective."""
+        """Write what is still to be written, as training is over; collective."""
         steps = self.settings.trace_steps
         if self._traces:
             self._write_trace()

@@ -327,7 +327,7 @@ def _compare_gradients(model: nn.Module, sample: Mapping[str, Any]) -> None:
 
 
 def _compare_rows(model: nn.Module, sample: Mapping[str, Any], whole: _Made) -> None:
-    """The rows of the sample, one by one, give what they give together."""
+    """Check that the rows of the sample, one by one, give what they give together."""
     labels = sample["labels"]
     rows = labels.shape[0]
     if rows < 2:

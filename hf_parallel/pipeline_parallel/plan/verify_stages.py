@@ -202,7 +202,7 @@ def _compare_losses(model_name: str, expected: Tensor, got: Tensor) -> None:
 
 
 def _compare_gradients(model_name: str, expected: Gradients, got: Gradients) -> None:
-    """A missing gradient counts as zeros: some parameters legitimately get either."""
+    """Compare gradients; a missing one counts as zeros, since some parameters legitimately get either."""
     most = max((largest(g) for g in expected.values() if g is not None and g.numel()), default=0.0)
     wrong: list[tuple[str, float]] = []
     for name, grad in expected.items():

@@ -133,12 +133,12 @@ class _Placeholder(Uncopyable, Tensor):
         return result
 
     def _freeze(self, trained: bool) -> None:
-        """The rank that has the weight must be told the same."""
+        """Note that user code froze or unfroze a stub: the rank that has the weight must be told the same."""
         if not self._running.depth:
             self._running.asked[self._full_name] = bool(trained)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
-        """The draws of the rank that has the weight: what is drawn next, for a weight of this rank, follows them."""
+        """Make the draws of the rank that has the weight, so that later ones, for a weight of this rank, follow them."""
         with no_torch_function():
             scratch = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         named = {key: scratch if value is self else value for key, value in kwargs.items()}

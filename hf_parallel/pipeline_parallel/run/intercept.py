@@ -72,7 +72,7 @@ class Calls:
         self._last.append((forward_hooks(block), handle.id))
 
     def stay_last(self) -> None:
-        """Hooks that users have registered since go before ours."""
+        """Move our hooks behind those that users have registered since."""
         for hooks, key in self._last:
             if key in hooks and next(reversed(hooks)) != key:
                 hooks[key] = hooks.pop(key)

@@ -81,6 +81,6 @@ class Stream:
     live: dict[tuple[int, int], Live] = field(default_factory=dict)
 
     def forget(self, number: int) -> None:
-        """A microbatch has left the pipeline."""
+        """Drop a microbatch that has left the pipeline."""
         self.inputs.pop(number, None)
         self.losses.pop(number, None)

@@ -337,7 +337,7 @@ class PipelineRuntime:
         self._compute(action, lambda: accumulate(live.pending or []))
 
     def _run_backward(self, action: Action, live: Live, run: Run) -> None:
-        """Backward through one stage's graph of one microbatch; consumes it."""
+        """Run the backward pass through one stage's graph of one microbatch; consumes it."""
         stage, i = action.stage, action.microbatch
         pairs = [(root, seed) for root, seed in zip(live.roots, self._seeds(live, stage, i, run), strict=True) if root]
         pairs = [(root, seed) for root, seed in pairs if seed is not None]

@@ -199,7 +199,7 @@ def _part(plan: PipelinePlan, bounds: Sequence[int], index: int) -> Part:
 
 
 def check_bounds(plan: PipelinePlan, bounds: Sequence[int]) -> None:
-    """Every block belongs to one stage, and every stage but the last has one.
+    """Check that every block belongs to one stage, and that every stage but the last has one.
 
     Raises:
         PlanError: Bounds that do not fit the plan.

@@ -53,7 +53,7 @@ class StillWeights:
             table[key] = parameter if back else alias
 
     def note(self) -> None:
-        """A step is over: what is written from now on is compared with the values of now."""
+        """Remember the values of now, with which what is written from now on is compared; a step is over."""
         now = self._now()
         if self._sums is None or now != self._seen:
             self._sums, self._seen = self._summed(), now

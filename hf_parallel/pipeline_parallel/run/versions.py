@@ -103,7 +103,7 @@ class WeightVersions:
         return [version_of(parameter) for parameter in self._parameters]
 
     def follow(self) -> None:
-        """A step begins: weights that user code gave other memory since the last one get theirs back."""
+        """Give back their memory to weights to which user code gave other memory since the last step."""
         newest = self._sets[self.recent[-1]]
         for parameter, leaf in zip(self._parameters, newest, strict=True):
             if parameter.data_ptr() != leaf.data_ptr():
@@ -112,14 +112,14 @@ class WeightVersions:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """An optimizer writes next: the parameters move to free memory, with the values that they have."""
+        """Move the parameters to free memory, with the values that they have, before an optimizer writes."""
         free = next(version for version in range(len(self._sets)) if version not in list(self.recent)[1:])
         if free != self.recent[-1]:  # without a delay nothing is under way
             self._move(free)
         self.recent.append(free)
 
     def _move(self, version: int) -> None:
-        """The parameters move to the memory of a version, with the values that they have."""
+        """Move the parameters to the memory of a version, with the values that they have."""
         pairs = [(self._parameters[position], self._sets[version][position].data) for position in self._lone]
         if pairs:
             copy_all([target for _, target in pairs], [parameter.data for parameter, _ in pairs])

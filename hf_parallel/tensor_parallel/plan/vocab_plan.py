@@ -189,7 +189,7 @@ def find_ends(model: nn.Module) -> Ends:
 
 
 def _check_storage(model: nn.Module, name: str, ends: Ends, tp_size: int, foreign: Foreign) -> None:
-    """The weight can be sharded by rows: only embedding and head read it, and every rank gets some rows."""
+    """Check that the weight can be sharded by rows: only embedding and head read it, and every rank gets some rows."""
     module = model.get_submodule(name)
     own = {id(parameter) for parameter in own_parameters(module).values() if parameter is not None}
     allowed = {id(model.get_submodule(other)) for other in (ends.embedding, ends.head) if other}
@@ -250,7 +250,7 @@ def _check_head(model: nn.Module, ends: Ends, tp_size: int, foreign: Foreign) ->
 
 
 def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, Any]) -> None:
-    """The code after the head, run as every rank, gives the parts of the whole result."""
+    """Check that the code after the head, run as every rank, gives the parts of the whole result."""
     inner = base_model(model)
     if not callable(getattr(inner, "loss_function", None)):
         raise _RefusedError("the model has no loss_function")
@@ -275,7 +275,7 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
 
 
 def _run_in_training(model: nn.Module, run_tail: Callable[[], _Tail]) -> None:
-    """A forward may make another loss in training; the model alone trains, not its modules: no dropout."""
+    """Run with the model alone in training mode, for another loss there; not its modules, so without dropout."""
     model = base_model(model)
     model.training = True
     try:
@@ -360,7 +360,7 @@ def _loss_in(output: Any) -> Any:
 
 
 def _check_loss_function(function: Callable[..., Tensor]) -> None:
-    """The model's loss function is transformers' own, and it gives what ours gives, however it is called."""
+    """Check that the model's loss function is transformers' own, and gives what ours gives, however it is called."""
     name = getattr(function, "__name__", function)
     if not is_causal_loss(function):
         raise _RefusedError(f"{name} is not the loss of a causal language model as transformers ships it")

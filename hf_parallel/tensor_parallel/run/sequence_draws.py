@@ -69,7 +69,7 @@ class Draws:
             self._swap(False)
 
     def leave_region(self) -> None:
-        """The rest of a region works on a part."""
+        """Let the rest of a region work on a part."""
         self._swap(False)
 
     def leave_block(self) -> None:
