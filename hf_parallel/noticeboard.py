@@ -44,7 +44,7 @@ class NoticeBoard:
         world_size: Number of ranks.
 
     Attributes:
-        ended: Who ended the job and why, once somebody did and this board has read it.
+        ended: Rank that ended the job and its reason, once this board has read it.
     """
 
     def __init__(self, store: Store | None, rank: int, world_size: int) -> None:

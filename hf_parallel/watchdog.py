@@ -80,7 +80,7 @@ class Watchdog:
         timeout_s: Longest wait, in seconds, before the job is ended. The job dies at most 2 s later than that.
         floor_s: The same where it is known how long steps take, if they take a tenth of it at most.
         axes_of: Gives, in words, the axes of the mesh over which a group of ranks communicates.
-        source: Where the settings of this rank are from; empty if there is nothing to say.
+        source: Origin of this rank's settings; empty if there is nothing to say.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Watchdog:
         Code of the user runs inside: what that raises stays what it is.
 
         Args:
-            text: What every step does so, in words that follow a name; empty if it is no part of a step.
+            text: Activity in every step, in words that follow a name; empty if it is no part of a step.
         """
         self._begins_epoch = False
         if text:

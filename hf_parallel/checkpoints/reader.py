@@ -147,7 +147,7 @@ class Reader:
         """A tensor of a file.
 
         Raises:
-            CheckpointError: As `tensors`; or the file does not hold it.
+            CheckpointError: For the reasons of `tensors`; or the file does not hold it.
         """
         found = self.tensors(path)
         if name not in found:

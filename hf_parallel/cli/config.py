@@ -155,7 +155,7 @@ def _answers(given: Answers, *, ask: bool) -> dict[str, Any]:
     """Go through the questions; an answer that cannot work with those before is asked for again.
 
     Raises:
-        ConfigError: What was given as an option cannot work, or has no effect.
+        ConfigError: An option cannot work, or has no effect.
     """
     answers: dict[str, Any] = {}
     asked: list[int] = []

@@ -120,8 +120,8 @@ def shape_of_config(
 
     Args:
         config: The config; it is not changed.
-        precision: As for `shape_of`.
-        checkpoint: As for `shape_of`; of a model that cannot run so, a step without it is recorded.
+        precision: Precision, as for `shape_of`.
+        checkpoint: Checkpointing, as for `shape_of`; of a model that cannot run so, a step without it is recorded.
 
     Raises:
         ConfigError: It builds none, or the config names its widths in no usual way.

@@ -74,7 +74,7 @@ def with_labels_of(model: Any, task: str, batch: Mapping[str, Any]) -> dict[str,
 
     Args:
         model: With a config.
-        task: What its class is named for, as "SequenceClassification".
+        task: Task in the name of its class, as "SequenceClassification".
         batch: With `input_ids` i[B S]; what its mask leaves out becomes padding, and each row ends with an end token: by
             these classifiers find what they score.
     """

@@ -200,8 +200,8 @@ class HFParallelConfig(Section):
         """Return the mapping `values` with some settings replaced; nothing but the names is checked.
 
         Args:
-            values: As for `from_mapping`.
-            overrides: As for `with_overrides`.
+            values: Values, as for `from_mapping`.
+            overrides: Overrides, as for `with_overrides`.
 
         Raises:
             ConfigError: For an unknown name.

@@ -202,7 +202,7 @@ def nearest_value(given: object, details: Sequence[ErrorDetails], default: objec
 
     Args:
         given: Value that was written.
-        details: What pydantic says of it, once for each member of a union; the allowed words and bounds stand there.
+        details: Errors of pydantic, one for each member of a union; the allowed words and bounds stand there.
         default: The setting's.
     """
     if isinstance(given, list) and len(given) == 1:

@@ -68,7 +68,7 @@ class InputRule:
     """A tensor passed to the root of a pair that the ranks use in parts; its gradient is summed over them.
 
     Args:
-        path: Where it is: position or keyword, then keys of nested tuples and dicts, for instance `["position_bias"]`.
+        path: Place of the tensor: position or keyword, then keys of nested tuples and dicts, for instance `["position_bias"]`.
         dim: Dim to slice, counted from the end (negative), or 0 for a batch-and-heads dim; none: used whole.
         heads: Number of heads of the full tensor.
     """
@@ -132,10 +132,10 @@ class Region:
 
     Args:
         module: Its name, relative to the block.
-        inputs: Where the tensors are that are gathered: position or keyword, then keys of nested tuples and dicts.
+        inputs: Places of the gathered tensors: position or keyword, then keys of nested tuples and dicts.
         exit: How its output becomes a part again: the rows `rows` reduce-scatter ("row"), the rows leave partial sums
             and the module's output is reduce-scattered ("sum"), or the whole output is narrowed ("split").
-        outputs: Where the tensors are that leave it, by keys of nested tuples; of use unless `exit` is "row".
+        outputs: Places of the tensors that leave it, by keys of nested tuples; of use unless `exit` is "row".
         rows: Rows inside it whose sum over the ranks is not made by themselves; relative to the block.
     """
 

@@ -21,7 +21,7 @@ def agree_on_flags(session: Session, control: TrainerControl, state: TrainerStat
     Args:
         session: The run.
         control: Flags of the Trainer.
-        state: How far it is.
+        state: Progress of the Trainer.
         names: Flags of `control`.
 
     Raises:

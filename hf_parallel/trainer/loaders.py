@@ -36,7 +36,7 @@ def shard_over_replicas(
 
     Args:
         loader: The loader of the user or the Trainer.
-        accelerator: Whose settings of loaders count.
+        accelerator: Accelerator, whose settings of loaders count.
         session: The run.
         device_placement: Whether batches are put on the accelerator's device.
         slice_fn_for_dispatch: Cuts what rank 0 reads for all; None for accelerate's own.

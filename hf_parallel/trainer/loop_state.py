@@ -63,7 +63,7 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
 
     Args:
         accelerator: With the prepared model, optimizers, schedulers and loaders.
-        folder: Where; files of others in it stay.
+        folder: Folder to write to; files of others in it stay.
         replaces: Whether there may be a state already.
 
     Raises:

@@ -234,7 +234,7 @@ def write_model(engine: Engine, save: Callable[..., Any] | None, folder: Path) -
     Args:
         engine: The model's engine.
         save: The model's own `save_pretrained`; None if it has none, and then the weights alone are written.
-        folder: Where.
+        folder: Folder to write to.
     """
     model: nn.Module = engine.model
     if save is not None and streams(model):

@@ -27,8 +27,8 @@ class Judged:
     Args:
         function: The function.
         adds_up: Whether it may be computed microbatch by microbatch.
-        reads: What it read when it was asked about: it may be another function when that has changed. None if it does not add up.
-        times: How often it was asked about.
+        reads: Values that it read when it was judged: a change may make it another function. None if it does not add up.
+        times: Number of times it was judged.
     """
 
     function: Callable[..., Any]

@@ -37,7 +37,7 @@ def sent_by(trainer: Trainer, config: HFParallelConfig, sample: Mapping[str, Any
         trainer: Its model, batches and data set.
         config: Settings with a layout.
         sample: A small batch; None: rows of the data set are looked at.
-        links: What joins the ranks.
+        links: Links that join the ranks.
     """
     return on_rank_zero(lambda: _sent(trainer, config, sample, links), "counts what each axis sends")
 

@@ -97,7 +97,7 @@ def rows_of_last(loader: Any, otherwise: int) -> int:
 
     Args:
         loader: The one that is read, at its end.
-        otherwise: What accelerate knows; -1 where it knows nothing.
+        otherwise: Number that accelerate knows; -1 where it knows none.
     """
     rows = vars(loader).get(ROWS) if otherwise < 0 else None
     return otherwise if rows is None else rows()

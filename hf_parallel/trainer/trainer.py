@@ -14,11 +14,11 @@ class HFParallelTrainer(HFParallelTrainerMixin, Trainer):
     """A Trainer with hf_parallel built in, for those who prefer a class to a callback.
 
     Args:
-        *args: As `transformers.Trainer`.
+        *args: Arguments of `transformers.Trainer`.
         config: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping, or an
             `HFParallelConfig`.
-        sample: As for `HFParallelCallback`.
-        **kwargs: As `transformers.Trainer`.
+        sample: A small batch to plan with, as for `HFParallelCallback`.
+        **kwargs: Arguments of `transformers.Trainer`.
 
     Raises:
         ConfigError: All problems of the settings at once.

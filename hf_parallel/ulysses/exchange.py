@@ -33,7 +33,7 @@ class Passing:
     Args:
         messages: To wait for; None if there are none.
         recorder: Keeps how long this rank waited.
-        landed: What messages fill in host memory, and where it goes.
+        landed: Pairs of a buffer in host memory that a message fills, and the tensor that it goes to.
     """
 
     messages: Exchange | None

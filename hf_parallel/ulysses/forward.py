@@ -47,7 +47,7 @@ class Part:
     Args:
         length: Tokens of a row, S.
         start: The first of this rank.
-        size: How many it has; the last ranks' are filled up.
+        size: Number of tokens; the last ranks' are filled up.
     """
 
     length: int
@@ -78,7 +78,7 @@ def share_forward(
     Args:
         model: The model.
         forward: Its genuine forward.
-        shared: What its attention knows.
+        shared: Facts for its attention.
         hides_logits: In training with labels, gather logits when they are read. False for a caller that reads none: they stay parts.
 
     Returns:

@@ -31,7 +31,7 @@ def noise_of_whole_rows(
         length: Tokens of a row.
         cut: This rank's part of a tensor f[B S H].
         draws: The random numbers of this forward.
-        whole: What of the model begins on whole rows, where noise is not needed.
+        whole: Parts of the model that begin on whole rows, where noise is not needed.
     """
 
     def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Ring:
             states: Query f[B H S/sp D], key f[B K S/sp D] and value f[B K S/sp W].
             mask: b or i[B 1|H S/sp S] of this rank's queries and all keys, S filled up, as a `Block` has it; None: causal, or all, as
                 the module says.
-            named: What else it gives to its attention function.
+            named: Other arguments of its attention function.
 
         Returns:
             f[B S/sp H W] and None.
@@ -131,7 +131,7 @@ class Walk:
 
     Args:
         group: The ranks.
-        route: Where keys go.
+        route: Route of the keys.
         is_causal: Whether there is no mask, and queries see no later keys.
         scale: Factor of the scores.
     """

@@ -24,7 +24,7 @@ class Trail:
         seen: (module, "enters" or "leaves") and its tensors.
         open: Modules whose forward runs.
         fed: Modules that were given something with a gradient: hidden states.
-        whole: Whose beginnings on whole rows leave no trail.
+        whole: Modules whose beginnings on whole rows leave no trail.
         tables: Modules whose calls returned tensors f[... S W] of whole rows alone, without gradients, and whether all did.
         counted: Modules inside of blocks that made a range as long as the rows.
     """

@@ -73,7 +73,7 @@ class WholeRows:
 
         Args:
             forward: The model's own.
-            given: What it is called with; labels are not needed.
+            given: Arguments of its call; labels are not needed.
         """
         self._given = {name: [] for name in self.places}
         if not self.places:

@@ -71,7 +71,7 @@ def restore_wire(
     Args:
         wire: The wire.
         index: Index of the checkpoint's tensors.
-        saved: What the checkpoint says of its wire: `method` and `dp_size`; None if it had none.
+        saved: Facts of the checkpoint about its wire: `method` and `dp_size`; None if it had none.
         settings: Settings of this run.
         names: Parameters on this rank.
         place: Position of this rank.

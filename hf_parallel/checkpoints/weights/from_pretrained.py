@@ -68,7 +68,7 @@ def from_pretrained(name: str | Path, config: Settings = None, **kwargs: Any) ->
         **kwargs: For `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:
-        ConfigError, CheckpointError: As `sharded_loading`.
+        ConfigError, CheckpointError: For the reasons of `sharded_loading`.
 
     Example:
         `model = hf_parallel.from_pretrained("folder", dtype=torch.bfloat16)`

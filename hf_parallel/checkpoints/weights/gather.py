@@ -169,7 +169,7 @@ def weight_files(folder: Path, reader: Reader | None = None) -> dict[str, Path]:
 
     Args:
         folder: The folder.
-        reader: What its files are read with afterwards; one of its own by default.
+        reader: Reader that reads its files afterwards; one of its own by default.
 
     Raises:
         CheckpointError: The folder has neither weights nor an index, or a file of the index is missing or elsewhere.

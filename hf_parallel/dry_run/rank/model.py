@@ -63,7 +63,7 @@ class Planned:
     Args:
         model: Without values.
         plans: The same on every rank.
-        setup: As planned with, of rank 0 and without groups.
+        setup: Setup of rank 0 that it was planned with, without groups.
     """
 
     model: nn.Module

@@ -92,7 +92,7 @@ class Arrivals:
 
         Args:
             holders: Id of a parameter -> how many stages hold it: they add up what each has.
-            factor: What the reduction multiplies all gradients with, and what was aside was multiplied with already; not 0.
+            factor: Factor of the reduction for all gradients, which those aside have already; not 0.
         """
         aside, self._aside = self._aside, []
         for parameter, gradient in aside:

@@ -102,7 +102,7 @@ class StageFactors:
         """A number for the factor since `begin` (0-d int64), 0 for none; None if too few numbers were taken.
 
         Args:
-            power: As for `settle`.
+            power: Sum of squares of a gradient, as for `settle`.
         """
         before, self._taken = self._taken, {}
         now = {name: power(name) for name in before}

@@ -87,7 +87,7 @@ class OptimizerSettings:
 
         Args:
             words: Words of the ranks of this model copy.
-            known: What this rank's word was made of, if that differs from what is known now.
+            known: Facts that this rank's word was made of, if they differ from those known now.
 
         Raises:
             RankMismatchError: Raised on every rank, with a setting that differs.

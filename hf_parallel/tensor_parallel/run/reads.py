@@ -44,7 +44,7 @@ def install_reads(
     Args:
         model: The model.
         specs: Layout of each tensor that was sharded here, by name.
-        scopes: Where the part is meant, by name; nowhere for those that are not in it.
+        scopes: Name -> scope in which its part is meant; nowhere for names that are not in it.
         shared: For the group.
         tp_rank: This rank in the group.
         reports: Whether this rank says who reads what.

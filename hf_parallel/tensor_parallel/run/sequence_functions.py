@@ -107,7 +107,7 @@ class Entry:
         widens: Whether half-precision gradients are summed in fp32.
 
     Attributes:
-        wide: Where layers that compute parts may add up their gradients in fp32; None: they return them.
+        wide: The fp32 sum for gradients of layers that compute parts; None: they return them.
     """
 
     def __init__(self, x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int], *, widens: bool = False) -> None:
