@@ -47,8 +47,8 @@ class HFParallelConfig(Section):
         tp_size: Ranks that share each layer, 1 or more.
         pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp * sp)`.
         sp_size: Ranks that share the sequence of each row, 1 or more; each holds the weights of all.
-        sp_attention: How attention reaches the whole of such a row: "ulysses" exchanges heads for sequence, "ring" passes keys and
-            values round, "auto" is the ring where a rank has fewer than `sp_size` query heads.
+        sp_attention: Way in which attention reaches the whole of such a row: "ulysses" exchanges heads for sequence, "ring"
+            passes keys and values round, "auto" is the ring where a rank has fewer than `sp_size` query heads.
         ep_size: Neighbouring replicas that share the experts of their stage, 1 or more; a divisor of dp.
         layout: "given" by the other settings, or "auto": planned when training starts, for the machines that run; then only
             topology, checkpoint and monitor may be given besides.

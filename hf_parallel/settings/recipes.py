@@ -293,7 +293,14 @@ def load_file(path: Path) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:
 
 
 def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
-    """Return the validated config of a recipe; arguments and errors as of `read_recipe`."""
+    """Return the validated config of a recipe.
+
+    Args:
+        name_or_path: A file, else the name of a shipped recipe.
+
+    Raises:
+        ConfigError: With every problem of our section, else of the accelerate settings around it.
+    """
     return read_recipe(name_or_path)[0]
 
 

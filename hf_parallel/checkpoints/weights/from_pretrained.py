@@ -60,12 +60,14 @@ def sharded_loading(config: Settings = None, **overrides: Any) -> Iterator[None]
 
 
 def from_pretrained(name: str | Path, config: Settings = None, **kwargs: Any) -> PreTrainedModel:
-    """`AutoModelForCausalLM.from_pretrained` in `sharded_loading`.
+    """Load a causal language model of which each rank reads only its stages and shards, when it is prepared.
+
+    It is `AutoModelForCausalLM.from_pretrained` inside of `sharded_loading`.
 
     Args:
         name: A folder or the name of a model.
         config: hf_parallel's settings, as of `HFParallelCallback`; None: the YAML given to `accelerate launch`.
-        **kwargs: For `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
+        **kwargs: Arguments of `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:
         ConfigError, CheckpointError: For the reasons of `sharded_loading`.

@@ -49,7 +49,7 @@ def plan_for(
     experts: ExpertSharing = "split",
     sequence: bool = False,
 ) -> TPPlan:
-    """The plan that a Trainer makes for a model, without a process group; pure.
+    """Make the tensor-parallel plan that a Trainer makes for a model, without a process group; pure.
 
     Args:
         source: A whole model with weights; or its config or blueprint, or the name or folder of one, which needs
