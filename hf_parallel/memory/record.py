@@ -46,18 +46,22 @@ def record_step(
         attention: Attention to run; None is the choice of transformers.
         checkpoint: Makes each block of a stack of the model run again in the backward; None if none does.
     """
+    runs: list[dict[str, Sizes]] = []
     try:
-        runs = [_run(config, length, precision, attention, checkpoint) for length in LENGTHS]
+        for length in LENGTHS:
+            runs.append(_run(config, length, precision, attention, checkpoint))
+            if _flags(runs[-1]) != _flags(runs[0]):
+                return None  # another length runs other operations, as a scan of token after token does
     except (*REFUSALS, ConfigError, PlanError, UnsupportedError):
         return None
-    parts = []
-    for name in PARTS:
-        alike = [run[name] for run in runs]
-        if len({tuple(flags for _, *flags in map(list, one)).__repr__() for one in alike}) > 1:
-            return None  # another length runs other operations
-        parts.append(tuple(_change(own) for own in zip(*alike, strict=True)))
+    parts = [tuple(_change(own) for own in zip(*(run[name] for run in runs), strict=True)) for name in PARTS]
     embedding, forward, loss, head, backward = parts
     return Recorded(embedding, forward, loss, head, backward, runs_again=checkpoint is not None)
+
+
+def _flags(run: dict[str, Sizes]) -> dict[str, list[tuple[bool, bool, bool]]]:
+    """What the changes of each part are of, without their sizes."""
+    return {name: [(whole, gradient, gathered) for _, whole, gradient, gathered in run[name]] for name in PARTS}
 
 
 def _change(own: Sequence[tuple[float, bool, bool, bool]]) -> Change:

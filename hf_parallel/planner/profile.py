@@ -170,6 +170,8 @@ class Source:
         return self._found[key]
 
 
+        if (precision, eager_attention, NONE) in self._found and self._found[precision, eager_attention, NONE] is None:
+            return None  # it would fail again, after as long
 @dataclass(frozen=True)
 class ModelProfile:
     """Sizes of a model, as far as the planner needs them.
@@ -273,7 +275,10 @@ def _walk(config: Any) -> ModelProfile:
     try:
         blocks = blocks_of(model, candidate_stacks(model)[0])
     except PlanError as error:
-        raise ConfigError(f"model type {spelled(config.model_type)}: {error}") from None
+        raise ConfigError(
+            f"model type {spelled(config.model_type)}: time is predicted from a stack of at least 2 repeated blocks, and "
+            f"{type(model).__name__} has none. Give the config of a model with more blocks, or set the layout yourself."
+        ) from error
     kinds: dict[Any, int] = {}
     found: list[BlockProfile] = []
     layers = []
