@@ -51,7 +51,11 @@ class Row:
         layout |= {key: entry[key] == "1" for key in SWITCHES} | {key: entry[key] for key in WORDS}
         layout["state_bytes"] = tuple(float(one) for one in entry["state_bytes"].split(";"))
         layout["loss"] = entry.get("loss") or "auto"
+        layout["recompute_share"] = float(entry.get("recompute_share") or 1)
+        layout["zero_owners"] = entry.get("owner") == "1"
         layout["adapters"] = int(entry.get("adapters") or 0)
+        if entry.get("split"):
+            layout["split"] = [int(one) for one in entry["split"].split(";")]
         self.spec: LayoutSpec = layout_of(layout, self.cluster)
 
     @functools.cached_property
@@ -78,7 +82,8 @@ def profile_for(model: str, hidden: str, layers: str, heads: str, kv_heads: str,
     from transformers import GPT2Config, LlamaConfig, MptConfig
 
     wide, many = int(hidden), int(heads)
-    config: Any = GPT2Config(n_embd=wide, n_layer=2, n_head=many, n_inner=int(ffn), vocab_size=int(vocab))
+    sizes = {"n_embd": wide, "n_layer": 2, "n_head": many, "n_inner": int(ffn), "vocab_size": int(vocab)}
+    config: Any = GPT2Config(**sizes, tie_word_embeddings=model != "gpt_untied")
     if model.startswith("llama"):
         config = LlamaConfig(
             hidden_size=wide,

@@ -13,6 +13,8 @@ from hf_parallel.settings.values import spelled
 
 
 MOST: Final = 10**12
+MOST_BITS: Final = 16
+MOST_STATE_BYTES: Final = 1024
 
 
 def choose(parameter: str, value: object, known: Any) -> Any:
@@ -73,3 +75,38 @@ def all_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     if problems:
         raise ConfigError("\n".join(problems))
     return found
+
+
+def bits(value: Any) -> float:
+    """`value` if it is the bits of a parameter, 1 to 16, or 0; else a ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value == 0 or 1 <= value <= MOST_BITS):
+        raise ConfigError(
+            f"block_bits={spelled(value)}: expected bits of a parameter, 1 to {MOST_BITS}, or 0 if the blocks are not quantised. Set it "
+            "to 4.13 for NF4 with double quantisation, 4.5 without."
+        )
+    return float(value)
+
+
+def share(value: Any) -> float:
+    """`value` if it is above 0 and at most 1; else a ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ConfigError(
+            f"recompute_share={spelled(value)}: expected the share of the blocks that run again, above 0 to 1. Set it to 0.5 for every "
+            "second block, or recompute to none."
+        )
+    return float(value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MOST_STATE_BYTES
+
+
+def triple(value: Any) -> tuple[float, float, float]:
+    """`value` if it is three sizes of at most 1024 bytes; else a ConfigError."""
+    fine = isinstance(value, (tuple, list)) and len(value) == 3
+    if not fine or not all(_is_size(one) for one in value):
+        raise ConfigError(
+            f"state_bytes={spelled(value)}: expected three numbers of 0 to {MOST_STATE_BYTES}: bytes of weights, gradients and "
+            "optimizer per parameter. Correct it, or set it to null."
+        )
+    return float(value[0]), float(value[1]), float(value[2])

@@ -11,6 +11,9 @@ from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
 
 
+# Of a large message, from one rank of a ring to the next: inside a node and between nodes. Source: NCCL's src/graph/tuning.cc, hwLat of
+# Ring/Simple.
+HOP_S: Final = (3.4e-6, 14e-6)
 LINK_BYTES_S: Final = 25e9  # of one network link where a node has fewer than GPUs; HDR InfiniBand
 
 
@@ -119,6 +122,18 @@ def sum_in_nodes(size: float, group: Group, cluster: Cluster, c: Constants) -> f
         return all_reduce(size, group, cluster, c)
     between = 2 * ((group.nodes - 1) / group.nodes * size / bytes_s(group, cluster, c) + c.a_inter * (group.nodes - 1))
     return all_reduce(size, Group(group.on_node, group.on_node), cluster, c) + between
+
+
+def to_owners(size: float, tensors: int, group: Group, cluster: Cluster, c: Constants) -> float:
+    """Seconds of sums to the ranks that own one or more whole tensors each, or of broadcasts from them, one message an owner.
+
+    Each message passes all other ranks, one after the other.
+    """
+    if group.size <= 1:
+        return 0.0
+    inside = group.size - group.nodes if group.nodes > 1 else group.size - 1
+    passed = HOP_S[0] * inside + HOP_S[1] * (group.nodes if group.nodes > 1 else 0)
+    return size / bytes_s(group, cluster, c) + min(tensors, group.size) * passed
 
 
 def all_to_all(size: float, group: Group, cluster: Cluster, c: Constants) -> float:

@@ -135,7 +135,8 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
         forward, backward = forward + there + unpacking, backward + back + unpacking
     again = 0.0
     if spec.recompute == "full":
-        again = forward
+        unread = _unread(profile, block, spec)
+        again = spec.repeated * (forward - (_product(unread, place) if unread else 0.0))
     elif spec.recompute == "selective":
         again = core if spec.repeats_attention_alone else products / 2 + kernels
     messages, messages_back = _tensor_messages(profile, block, place)
@@ -146,13 +147,26 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
     calls = 2 * (spec.tp > 1) * c.t_call + (spec.zero == 3 and spec.engine != "fsdp2") * c.t_fetch
     host = launched * c.t_kernel + calls
-    host_back = launched_back * c.t_kernel + calls + (host if spec.recompute == "full" else 0.0)
+    host_back = launched_back * c.t_kernel + calls + spec.repeated * host
     launches = place.beside(forward, host), place.beside(backward + again, host_back)
     whole = place.beside(forward + messages, host), place.beside(backward + again + messages_back, host_back)
     sharded = _sharded_messages(profile, block, place, *whole)
     exposed = sum(whole) - sum(launches)
     exposed += sum(sharded) - sum(whole)
     return Pass(*sharded, exposed, late / (backward + again) * whole[1])
+
+
+def _unread(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec) -> Product | None:
+    """The product that does not run again with its block, because nothing but a sum reads its result."""
+    beside = spec.repeats_all or spec.adapters or profile.has_dropout
+    return None if beside else block.unread
+
+
+def unrepeated(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec) -> float:
+    """All-reduces of tp ranks that do not run again with a block; with a shared sequence, what was gathered before does."""
+    if _unread(profile, block, spec) is None:
+        return 0.0
+    return 0.5 if spec.sequence_parallel else 1.0
 
 
 def _summed(parameters: float, place: Place) -> float:
@@ -238,14 +252,14 @@ def _tensor_messages(profile: ModelProfile, block: BlockProfile, place: Place) -
         cut = [p for p in block.products if p.cut == "row" and not (spec.experts_over_tp and p.stored > 1)]
         rows = min(2, len({p.is_attention for p in cut}))
         forward += rows * one
-        backward += rows * one * (2 if spec.recompute == "full" else 1)
+        backward += (rows + spec.repeated * max(0.0, rows - unrepeated(profile, block, spec))) * one
         if spec.overlap_tp:
             forward, backward = forward * c.tp_overlapped, backward * c.tp_overlapped
     if spec.sp > 1 and block.heads:
         turned = spec.element * place.tokens * 2 * (block.heads + block.kv_heads) * block.head_dim / spec.tp
         one = all_to_all(turned, groups["sp"], cluster, c) + 4 * c.t_message
         forward += one
-        backward += one * (2 if spec.recompute == "full" else 1)
+        backward += one * (1 + spec.repeated)
     return forward, backward
 
 
@@ -257,7 +271,7 @@ def _expert_messages(profile: ModelProfile, block: BlockProfile, place: Place) -
     size = spec.element * place.tokens / spec.tp * block.routed * profile.hidden
     one = all_to_all(size, groups_of(spec, place.cluster)["ep"], place.cluster, c) + c.t_message
     forward = 2 * one + c.t_message  # how many tokens come is sent first
-    return forward, 2 * one + (forward if spec.recompute == "full" else 0.0)
+    return forward, 2 * one + spec.repeated * forward
 
 
 def _joined(size: float, group: Group, place: Place) -> float:

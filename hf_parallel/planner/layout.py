@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, get_args
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.checks import choose, whole
+from hf_parallel.planner.checks import bits, choose, share, triple, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.settings.replica_sections import Method
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS, STAGES_PER_RANK, full_name
@@ -47,7 +47,7 @@ OPTIONAL: Final = (
 COUNTS: Final = ("tp", "pp", "dp", "sp", "ep", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
 SWITCHES: Final = (
     *("sequence_parallel", "experts_over_tp", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp"),
-    "blocking_launches",
+    *("blocking_launches", "zero_owners"),
 )
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
 # an fp32 shard.
@@ -59,7 +59,7 @@ STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
     ("deepspeed", True): (2, 2, 12),
     ("deepspeed", False): (4, 4, 12),
 }
-MOST_BITS: Final = 16
+ROUNDED: Final = 0.005  # of a share that is written with few digits, such as 0.333
 # What only other systems have: the one value that this package runs.
 ONLY: Final[Mapping[str, Any]] = {
     "sp": 1,
@@ -69,8 +69,8 @@ ONLY: Final[Mapping[str, Any]] = {
     "blocking_launches": False,
     "state_bytes": None,
     "loss": "auto",
+    "zero_owners": False,
 }
-MOST_STATE_BYTES: Final = 1024
 # Stages of each rank that a schedule cannot do without.
 FIXED: Final = {name: count for name, (count, only) in STAGES_PER_RANK.items() if only}
 
@@ -88,12 +88,16 @@ class LayoutSpec:
         experts_over_tp: Whether the tp ranks of these replicas are counted in `ep` and have whole experts each, instead of a part
             of every one.
         zero: What replicas partition: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
+        zero_owners: Whether ``zero: 1`` gives each tensor whole to one rank, to which gradients are summed after the last backward and
+            which sends the tensor to all others.
         micro_batch: Rows of one pass.
         num_microbatches: Passes of a replica in an optimizer step.
         schedule: Order of the passes.
         stages_per_rank: Stages on each rank of the pipeline; 1 is two for the schedules that always have two.
         split: Blocks of each stage: their numbers, "balanced" by cost, "even" as Megatron cuts; "auto" is that of the kernels.
         recompute: What the backward computes again.
+        recompute_share: Share of the blocks of which "full" is true, above 0 to 1: one in so many, or those that a number of them
+            names.
         sequence_parallel: Whether tp ranks share the sequence between the sharded products.
         dtype: Dtype of the products.
         kernels: How norms, gates and residuals run: "norms" has kernels of its own for norms and attention alone, "fused" for all.
@@ -127,12 +131,14 @@ class LayoutSpec:
     ep: int = 1
     experts_over_tp: bool = False
     zero: int = 0
+    zero_owners: bool = False
     micro_batch: int = 1
     num_microbatches: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     split: str | tuple[int, ...] = "auto"
     recompute: str = "none"
+    recompute_share: float = 1.0
     sequence_parallel: bool = False
     dtype: str = "bf16"
     kernels: str = "eager"
@@ -169,7 +175,25 @@ class LayoutSpec:
     @property
     def _may_be_own(self) -> bool:
         kept = all(getattr(self, key) == value for key, value in ONLY.items() if key != "sp")
-        return kept and self.dtype != "fp8" and self.kernels != "norms"
+        return kept and self.dtype != "fp8" and self.kernels != "norms" and self.recompute_every is not None
+
+    @property
+    def repeated(self) -> float:
+        """Share of the blocks that run again as a whole."""
+        return self.recompute_share if self.recompute == "full" else 0.0
+
+    @property
+    def repeats_all(self) -> bool:
+        """Whether a block that runs again runs to its end, as in Megatron and DeepSpeed; torch and this package stop where all is there
+        that a backward reads.
+        """
+        return self.engine == "deepspeed" or (self.engine == "native" and self.kernels in ("fused", "norms"))
+
+    @property
+    def recompute_every(self) -> int | None:
+        """Blocks of which one runs again, as this package counts; None if the share is not one in so many."""
+        every = round(1 / self.recompute_share)
+        return every if abs(every * self.recompute_share - 1) <= ROUNDED else None
 
     @property
     def cuts_evenly(self) -> bool:
@@ -256,6 +280,7 @@ class LayoutSpec:
         return self.pp * self.stages_per_rank
 
 
+NUMBERS: Final[Mapping[str, Callable[[Any], float]]] = {"block_bits": bits, "recompute_share": share}
 KEYS: Final = tuple(field.name for field in fields(LayoutSpec))
 
 
@@ -311,12 +336,12 @@ def _checked(key: object, value: Any) -> Any:
         return value
     if key == "dp_inside":
         return 0 if value in ("auto", None) else whole(key, value, 1)
-    if key == "block_bits":
-        return _bits(value)
+    if key in NUMBERS:
+        return NUMBERS[key](value)
     if key == "split" and isinstance(value, (list, tuple)):
         return tuple(whole(key, one, 0) for one in value)
     if key == "state_bytes":
-        return None if value is None else _triple(value)
+        return None if value is None else triple(value)
     if value is None and key in OPTIONAL:
         return "auto" if key == "engine" else getattr(LayoutSpec, key)
     if isinstance(value, bool):  # true and false are numbers to Python
@@ -331,37 +356,30 @@ def _checked(key: object, value: Any) -> Any:
     return choose(key, full_name(value) if key == "schedule" else value, CHOICES[key])
 
 
-def _bits(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (value == 0 or 1 <= value <= MOST_BITS):
-        raise ConfigError(
-            f"block_bits={spelled(value)}: expected bits of a parameter, 1 to {MOST_BITS}, or 0 if the blocks are not quantised. Set it "
-            "to 4.13 for NF4 with double quantisation, 4.5 without."
-        )
-    return float(value)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MOST_STATE_BYTES
-
-
-def _triple(value: Any) -> tuple[float, float, float]:
-    fine = isinstance(value, (tuple, list)) and len(value) == 3
-    if not fine or not all(_is_size(one) for one in value):
-        raise ConfigError(
-            f"state_bytes={spelled(value)}: expected three numbers of 0 to {MOST_STATE_BYTES}: bytes of weights, gradients and "
-            "optimizer per parameter. Correct it, or set it to null."
-        )
-    return float(value[0]), float(value[1]), float(value[2])
-
-
-def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
+def _without_effect(spec: LayoutSpec) -> list[str]:
+    """Keys that need another one which is not given."""
     found = []
-    ranks = spec.num_ranks
     if spec.block_bits and not spec.adapters:
         found.append(
             f"block_bits={spec.block_bits:g} without adapters: quantised weights are not trained. Give adapters, the parameters that "
             "are, or leave block_bits out."
         )
+    if spec.recompute_share != 1 and spec.recompute != "full":
+        found.append(
+            f"recompute_share={spec.recompute_share:g} with recompute={spec.recompute}: it says of how many blocks recompute=full is true. "
+            "Set recompute to full, or leave recompute_share out."
+        )
+    if spec.zero_owners and spec.zero != 1:
+        found.append(
+            f"zero_owners with zero={spec.zero}: ranks own whole tensors where the optimizer alone is partitioned. Set zero to 1, or leave "
+            "zero_owners out."
+        )
+    return found
+
+
+def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
+    found = _without_effect(spec)
+    ranks = spec.num_ranks
     if cluster is not None and ranks != cluster.num_gpus:
         found.append(
             f"dp={spec.dp} * tp={spec.tp} * pp={spec.pp} * sp={spec.sp} = {ranks} ranks, and the cluster has "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hf_parallel.links import NETWORK, NODE, Links
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.placement import Placement, Sent
+from hf_parallel.planner.cost import unrepeated
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.memory import experts_of_ranks, parameters_of_ranks
@@ -99,7 +100,8 @@ def _of_products(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: 
 
     Then tokens go to experts of other tp ranks and back.
     """
-    times = 6 if spec.recompute == "full" else 4
+    stops = min(unrepeated(profile, kind, spec) for kind in profile.kinds)
+    times = 4 + (2 - stops) * spec.repeated
     blocks = _blocks_of_a_rank(spec, counts) * spec.num_microbatches
     reduced = times * blocks * 2 * (spec.tp - 1) / spec.tp * _passed(profile, spec, seq_len)
     yield reduced / (2 if spec.experts_over_tp else 1)
@@ -113,7 +115,7 @@ def _of_sequence(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: 
     kind = max(profile.kinds, key=lambda one: one.heads)
     width = 2 * (kind.heads + kind.kv_heads) * kind.head_dim / spec.tp
     tokens = spec.micro_batch * seq_len / spec.sp
-    times = 3 if spec.recompute == "full" else 2
+    times = 2 + spec.repeated
     blocks = _blocks_of_a_rank(spec, counts) * spec.num_microbatches
     yield times * blocks * (spec.sp - 1) / spec.sp * spec.element * tokens * width
 
@@ -121,7 +123,7 @@ def _of_sequence(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: 
 def _of_experts(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: Sequence[int]) -> Iterator[float]:
     """Tokens to experts of other replicas and back, forward and backward, and forward again if blocks run again."""
     routed = max(kind.routed for kind in profile.kinds)
-    times = 6 if spec.recompute == "full" else 4
+    times = 4 + 2 * spec.repeated
     blocks = _blocks_of_a_rank(spec, counts) * spec.num_microbatches
     others = spec.ep - (spec.tp if spec.experts_over_tp else 1)
     yield times * blocks * others / spec.ep * routed / spec.tp * _passed(profile, spec, seq_len)

@@ -262,7 +262,7 @@ def _kept(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec, seq_len:
     whole = saved_by_block(profile, block, spec, seq_len)
     entry = spec.element * profile.hidden / (spec.tp if spec.sequence_parallel else 1)
     if spec.recompute == "full":
-        return entry
+        return spec.repeated * entry + (1 - spec.repeated) * whole
     if spec.recompute == "none":
         return whole
     if spec.repeats_attention_alone:

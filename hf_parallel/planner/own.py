@@ -30,9 +30,15 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
     """The recorded memory of a step of the model; None if another system runs the layout, or the model cannot be run."""
     if profile.source is None or not spec.is_own or spec.kernels != "eager":
         return None
-    return profile.source.recorded(
-        precision_of(spec), RECOMPUTED[spec.recompute], eager_attention=spec.attention == "eager"
-    )
+    return profile.source.recorded(precision_of(spec), recomputed_of(spec), eager_attention=spec.attention == "eager")
+
+
+def recomputed_of(spec: LayoutSpec) -> ActivationCheckpointingConfig:
+    """The section that computes as much again."""
+    every = spec.recompute_every
+    if spec.recompute == "full" and every is not None and every > 1:
+        return ActivationCheckpointingConfig(every=every, mode="alternate")
+    return RECOMPUTED[spec.recompute]
 
 
 def precision_of(spec: LayoutSpec) -> Precision:
@@ -122,7 +128,7 @@ def _layout(spec: LayoutSpec) -> Layout:
         precision=precision_of(spec),
         offload_optimizer=spec.offload_optimizer,  # type: ignore[arg-type]
         offload_param=spec.offload_param,  # type: ignore[arg-type]
-        recompute=RECOMPUTED[spec.recompute],
+        recompute=recomputed_of(spec),
         chunked_loss=spec.chunked_loss,
         extra=_extra(spec),
     )

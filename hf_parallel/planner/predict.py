@@ -18,6 +18,7 @@ from hf_parallel.planner.collectives import (
     one_way,
     orders_of,
     sum_in_nodes,
+    to_owners,
 )
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
@@ -36,6 +37,7 @@ MOST: Final = 3.0  # high_s over low_s
 # ultra-scale playbook (nanotron), 362 to 33 GB/s on a network of 400.
 SLOWER: Final = 0.7
 FITTED: Final = frozenset({"a100_80", "a100_40", "h100", "h100_96", "h200"})
+NORMS: Final = 2  # vectors of a block beside its matrices
 ADAM_BYTES: Final = 34.0  # of memory traffic for each parameter
 # What is left of a gradient's fp32 bytes on the wire.
 COMPRESSED: Final = {
@@ -321,6 +323,13 @@ def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], block
     if spec.dp * spec.sp == 1 or spec.gathers_each_pass:
         return 0.0
     trained = _trained(profile, place, counts)
+    if spec.zero_owners:  # after the last backward, and before the next forward
+        tensors = round(sum(len(profile.kinds[kind].products) + NORMS for kind in profile.layers) / spec.pp)
+        return sum(
+            to_owners(each * one, tensors, group, cluster, c)
+            for one, group in trained
+            for each in (spec.summed, spec.element)
+        )
     if spec.local_steps > 1:  # the parameters themselves, between two steps
         return sum(all_reduce(spec.summed * one, group, cluster, c) for one, group in trained) / spec.local_steps
     element = spec.summed if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]

@@ -44,6 +44,8 @@ NAMES: Final[Mapping[str, tuple[str, ...]]] = {
         "dropout",
     ),
 }
+# Norms of what a block's last product gives.
+AFTER_PRODUCTS: Final = ("post_feedforward", "post_mlp", "post_ffn")
 WINDOWED: Final = ("sliding_attention", "chunked_attention", "local")
 Cut = Literal["column", "row", "none"]
 
@@ -82,6 +84,7 @@ class BlockProfile:
         value_dim: Width of a value.
         window: Tokens that a token attends to, None for all before it.
         has_rms: Whether norms are RMS norms.
+        ends_in_norm: Whether a norm reads what the last product gives.
     """
 
     products: tuple[Product, ...]
@@ -92,6 +95,15 @@ class BlockProfile:
     value_dim: int
     window: int | None = None
     has_rms: bool = True
+    ends_in_norm: bool = False
+
+    @functools.cached_property
+    def unread(self) -> Product | None:
+        """The product whose result is the block's own but for a sum, so that no backward needs it; None if there is none."""
+        rows = [one for one in self.products if one.cut == "row"]
+        if self.ends_in_norm or not rows or any(one.stored > 1 for one in self.products):
+            return None
+        return next((one for one in reversed(rows) if not one.is_attention), rows[-1])
 
     @functools.cached_property
     def active(self) -> float:
@@ -158,6 +170,8 @@ class Source:
             eager_attention: Store the scores; else attention is what transformers chooses.
         """
         key = precision, eager_attention, recompute
+        if (precision, eager_attention, NONE) in self._found and self._found[precision, eager_attention, NONE] is None:
+            return None  # it would fail again, after as long
         if key not in self._found:
             from hf_parallel.activation_checkpointing.recorded import checkpoint_of  # brings torch
             from hf_parallel.memory.record import record_step
@@ -170,8 +184,6 @@ class Source:
         return self._found[key]
 
 
-        if (precision, eager_attention, NONE) in self._found and self._found[precision, eager_attention, NONE] is None:
-            return None  # it would fail again, after as long
 @dataclass(frozen=True)
 class ModelProfile:
     """Sizes of a model, as far as the planner needs them.
@@ -337,6 +349,7 @@ def _of_block(block: Any, text: Any, index: int) -> BlockProfile:
         value_dim=int(_first(text, "value width") or head_dim),
         window=window if isinstance(window, int) else None,
         has_rms=any("rms" in type(module).__name__.lower() for module in block.modules()),
+        ends_in_norm=any(name.startswith(AFTER_PRODUCTS) for name, _ in block.named_children()),
     )
 
 

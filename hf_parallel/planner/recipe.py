@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.layout import ONLY, LayoutSpec
+from hf_parallel.planner.own import recomputed_of
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.values import spelled
 
@@ -47,6 +48,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
         "stages_per_rank": stages if config.pp_size > 1 else 1,
         "split": "auto" if config.pp_size == 1 or config.pipeline.split == "balanced" else config.pipeline.split,
         "recompute": "none" if recompute.every is None else whole_block,
+        "recompute_share": 1 / (recompute.every or 1) if recompute.mode == "alternate" else 1.0,
         "sequence_parallel": config.tensor_parallel.sequence_parallel,
         "chunked_loss": config.chunks_loss,
         "dtype": dtype,
@@ -74,6 +76,10 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     ]
     if spec.dtype not in PRECISIONS:
         problems.append(f"dtype={spec.dtype}: this package has no setting for it. Set dtype to bf16.")
+    if spec.recompute_every is None:
+        problems.append(
+            f"recompute_share={spec.recompute_share:g}: this package computes one block in so many again. Set it to 1, 0.5, 0.333 or less."
+        )
     if spec.kernels in ("fused", "norms"):
         problems.append(f"kernels={spec.kernels}: this package has no such kernels. Set kernels to compiled or eager.")
     if problems:
@@ -87,14 +93,7 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
         settings["pipeline"] |= {"split": spec.split} if spec.split not in ("auto", "balanced") else {}
     settings["gradient_accumulation_steps"] = 1 if spec.pp > 1 else spec.num_microbatches
     if spec.recompute != "none":
-        settings["activation_checkpointing"] = (
-            {"every": 1}
-            if spec.recompute == "full"
-            else {
-                "every": 2,
-                "mode": "selective",
-            }
-        )
+        settings["activation_checkpointing"] = recomputed_of(spec).model_dump(exclude_defaults=True)
     settings["tensor_parallel"] = {"sequence_parallel": True} if spec.sequence_parallel else {}
     settings["data_parallel"] = {} if spec.overlap_dp else {"overlap": False}
     settings["data_parallel"] |= {} if spec.reduce_dtype == "fp32" else {"reduce_dtype": "bfloat16"}
