@@ -40,12 +40,12 @@ def note_numbers_of_losses(note: Callable[[Tensor | float], None]) -> None:
         def run(func: Any, args: Any, kwargs: Any) -> Any:
             found = stock_result(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
             if isinstance(found, DTensor) and found.ndim and (in_backward_pass() or _is_followed(args)):
-                for number in map(_number_of, args):
+                for number in map(number_of, args):
                     if number is not None:
                         note(number)
             return found
 
-        run.notes = True  # type: ignore[attr-defined]
+        vars(run).update({} if inner is None else vars(inner), notes=True)
         return run
 
     for func in overloads_of(NUMBERED):
@@ -81,7 +81,7 @@ def join_parts_and_plain_tensors(note: Callable[[Tensor | float], None]) -> None
                 return func(*map(_whole, args), **kwargs)
             return stock(func, args, kwargs)
 
-        run.joins = True  # type: ignore[attr-defined]
+        vars(run).update({} if inner is None else vars(inner), joins=True)
         return run
 
     for func in overloads_of(JOINED):
@@ -167,7 +167,7 @@ def _is_followed(args: Sequence[object]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
-def _number_of(value: object) -> Tensor | float | None:
+def number_of(value: object) -> Tensor | float | None:
     """The number that an argument is on this rank; None of a larger tensor, and of one that ranks have summands of."""
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         return None

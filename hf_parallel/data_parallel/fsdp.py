@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os+g+p; Zhao et
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -33,6 +33,7 @@ from hf_parallel.compat.private_dtensor import (
     whole_indices_of_parts,
     whole_numbers_of_parts,
 )
+from hf_parallel.compat.private_dtensor_changes import note_changes_of_parts
 from hf_parallel.compat.private_dtensor_losses import (
     gradients_in_parts,
     join_parts_and_plain_tensors,
@@ -278,6 +279,37 @@ def _name_of(part: Tensor) -> str | None:
     return None
 
 
+class _TrainedMemory:
+    """Knows the memory of parameters and gradients in parts: that of the first ones is looked up once a step."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._begins: list[int] = []  # with the memory of one parameter and its gradient
+
+    def counts(self, part: Tensor) -> bool:
+        """Whether a part is of a parameter or gradient, and no optimizer changes it."""
+        if NUMBERS.in_step:
+            return False
+        if (memory := _memory_of(part)) not in self._known and self._begins != (begins := next(_memories(), [])):
+            self._begins, self._known = begins, {one for found in _memories() for one in found}
+        return memory in self._known
+
+
+_TRAINED = _TrainedMemory()
+
+
+def _memory_of(part: Tensor) -> int:
+    return local_of(part).untyped_storage().data_ptr()
+
+
+def _memories() -> Iterator[list[int]]:
+    """The memory of each parameter in parts, and of its gradient."""
+    for module in _NAMES:
+        for parameter in own_parameters(module).values():
+            if parameter is not None and is_part(parameter) and parameter.requires_grad:
+                yield [_memory_of(one) for one in (parameter, parameter.grad) if one is not None]
+
+
 def _teach_parts() -> None:
     """Teach torch's parts of a tensor what user code does with parameters, or to say why it cannot be done."""
     whole_numbers_of_parts()
@@ -288,6 +320,7 @@ def _teach_parts() -> None:
     explain_refusals_of_parts(_name_of)
     note_numbers_of_losses(NUMBERS.note)
     join_parts_and_plain_tensors(NUMBERS.note)
+    note_changes_of_parts(_TRAINED.counts, NUMBERS.note)
     mean_gradients_of_wholes()
 
 

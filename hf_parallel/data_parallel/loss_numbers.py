@@ -1,7 +1,8 @@
-"""Numbers that losses over parts of weights are computed with: each rank has the gradient of its rows only, with its own.
+"""Numbers that parts of weights are changed by, or losses over them computed with: each rank does it to its rows only, with its own.
 
 `(loss.detach() * weight.square().sum()).backward()` under ZeRO 3 would give each rank's rows that replica's factor, where one
-process has the mean of all. The numbers of a rank travel as one, with the sum for the gradient norm, and are compared.
+process has the mean of all, and `if accelerator.is_main_process: weight.mul_(0.9)` would change the rows of one rank. The numbers of
+a rank travel as one, with the sum for the gradient norm, and are compared.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ NO_NUMBER = 2000.0  # stands for one that is not finite
 
 
 class LossNumbers:
-    """Notes of this rank's numbers since the last comparison."""
+    """Notes of this rank's numbers since the last comparison.
+
+    Attributes:
+        in_step: Whether an optimizer makes its update, which all ranks make alike.
+    """
 
     def __init__(self) -> None:
         self._count = 0
         self._sum: Tensor | float = 0.0
+        self.in_step = False
 
     def note(self, number: Tensor | float) -> None:
         """Note a number that a loss, or its backward pass, computes with. A GPU is not waited for."""
@@ -68,9 +74,10 @@ def refuse_unlike_numbers(rank: int) -> None:
     """
     if rank:
         raise RankMismatchError(
-            f"rank {rank} computed a loss over weights (a penalty) with other numbers than the other replicas: a factor or a limit "
-            "of its own batch, or on some ranks only. With zero.stage: 3 or engine: fsdp2 each rank computes the gradient of its rows of a "
-            "weight with its own numbers, so they must be the same on all. Average them over the replicas "
-            '(accelerator.reduce(loss.detach(), "mean")), multiply with the whole, p.full_tensor(), or set zero.stage to 1 or 2 of the '
-            "native engine."
+            f"rank {rank} computed a loss over weights (a penalty), or changed weights or gradients, with other numbers than the other "
+            "replicas: a factor or a limit of its own batch, or on some ranks only (`if accelerator.is_main_process:`). With zero.stage: 3 "
+            "or engine: fsdp2 each rank does so to its rows of a weight with its own numbers, so they must be the same on all. Do it on "
+            "every rank, average numbers over the replicas "
+            '(accelerator.reduce(loss.detach(), "mean")), multiply a loss with the whole, p.full_tensor(), or set zero.stage to 1 or 2 of '
+            "the native engine."
         )

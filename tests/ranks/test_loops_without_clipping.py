@@ -46,6 +46,34 @@ def own_number(loop: Loop, step: int) -> None:
     (0.1 * (loop.replica + 1) * weight.square().sum()).backward()
 
 
+@torch.no_grad()
+def own_weights(loop: Loop, step: int) -> None:
+    """What one process would change all of."""
+    if loop.accelerator.is_main_process and step == 1:
+        loop.named()["model.layers.0.mlp.up_proj.weight"].data.mul_(0.9)
+
+
+@torch.no_grad()
+def own_scale(loop: Loop, step: int) -> None:
+    """By the loss of this replica's rows."""
+    for parameter in loop.model.parameters():
+        parameter.grad.mul_(1.0 / (2.0 + loop.replica))
+
+
+@torch.no_grad()
+def same_scale(loop: Loop, step: int) -> None:
+    torch._foreach_mul_([parameter.grad for parameter in loop.model.parameters()], 1.0 / loop.history[-1])
+    average = {name: parameter.detach().clone() for name, parameter in loop.named().items()}
+    if loop.accelerator.is_main_process:  # of copies: nothing that is trained
+        for value in average.values():
+            value.mul_(0.5)
+
+
+def own_drop(loop: Loop, step: int) -> None:
+    if loop.accelerator.is_main_process and step == 1:
+        loop.named()["model.layers.0.mlp.up_proj.weight"].grad = None
+
+
 def two_optimizers(loop: Loop) -> None:
     """Each told of once."""
     loop.prepare(*(torch.optim.SGD(half, lr=0.1) for half in halves(loop)))
@@ -59,11 +87,15 @@ def halves(loop: Loop) -> list[list[Any]]:
     return [parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]]
 
 
-BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, own_number)}
+OF_PARTS = (own_number, own_weights, own_scale, same_scale, own_drop)
+BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, *OF_PARTS)}
 BODIES |= {"clipped": looping(untouched, clips=True), "two_optimizers": two_optimizers}
 REFUSED = {
     "own_rate": "lr of parameter group 0 of the optimizer is",
     "own_number": "with other numbers than the other replicas",
+    "own_weights": "or changed weights or gradients, with other numbers than the other replicas",
+    "own_scale": "or changed weights or gradients, with other numbers than the other replicas",
+    "own_drop": "dropped other gradients before an optimizer step than the other replicas",
 }
 CASES = [(name, f"zero{stage}") for name in ("untouched", "clipped", "own_rate") for stage in (1, 2, 3)]
 CASES += [("own_rate", layout) for layout in ("dp2", "tp2", "sp2", "sp2_zero1")]

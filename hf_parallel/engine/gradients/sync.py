@@ -310,6 +310,7 @@ class GradientSync:
             if sharded is not None:  # which puts its own parameters into the modules before `begin_forward`
                 model.register_forward_pre_hook(self._before_gathering, prepend=True)
         optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(lambda *args: self.told.updated())
         optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
         self.replicas.adopt(optimizer, model)
         optimizer.register_step_pre_hook(self._tell_others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -36,16 +37,22 @@ class ToldOverParts:
     ) -> None:
         self._mesh, self._settings, self._replicas = mesh, settings, replicas
         self._weights: WeightsOfSteps | None = None
-        self._trained = TrainedWord(parameters)
+        self._parameters = list(parameters)
+        self._trained = TrainedWord(self._parameters)
         self._awaited = Awaited(self._judge)
         # If the optimizer's state is in several copies, each hears of what is wrong in the others.
         self._group = mesh.dp_shard_group if mesh.dp_replicate_group is None else mesh.copies_group
 
     def updates(self) -> None:
         """An optimizer is about to overwrite what other ranks have of its part."""
+        NUMBERS.in_step = True
         weights = self._weights_of_steps()
         if weights is not None:
             weights.update()
+
+    def updated(self) -> None:
+        """An optimizer has made its update: what changes weights from now on is code of users."""
+        NUMBERS.in_step = False
 
     def sum(self, power: Tensor, *, infinite: bool) -> tuple[Tensor, Tensor | None]:
         """What the ranks that share the optimizer count together (0-d, f64); collective over all copies of its state.
@@ -60,7 +67,8 @@ class ToldOverParts:
             return power, None
         weights = self._weights_of_steps()
         digests = [NUMBERS.take(), 0] if weights is None else weights.digests()
-        drops = 0 if self._replicas.zero is None else self._replicas.zero.drops
+        zero = self._replicas.zero
+        drops = self._without_gradient() if zero is None else zero.drops
         words = [self._settings.word(), self._mesh.rank, self._trained.now(), drops, *digests]
         # A number is written on the device: copying it there would wait.
         mine = [word.to(power) if isinstance(word, Tensor) else torch.full_like(power, word) for word in words]
@@ -76,6 +84,10 @@ class ToldOverParts:
         first = self._mesh.copy_rank // shard_group.size() * shard_group.size()
         powers = powers[first : first + shard_group.size()]
         return powers.amax() if infinite else powers.sum(), told
+
+    def _without_gradient(self) -> int:
+        """A digest of the parameters that have no gradient."""
+        return crc32(bytes(parameter.grad is None for parameter in self._parameters))
 
     def give(self, told: Tensor) -> None:
         """Judge what `sum` returned, at once or when the next comes."""
