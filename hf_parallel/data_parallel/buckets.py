@@ -115,13 +115,24 @@ class Packer:
         buckets: The buckets.
         pool: Gives the buffers.
         flagged: Append one number a parameter that tells whether it had a gradient.
+        beside: Numbers f[num_beside] that are sent behind the first bucket.
+        num_beside: How many.
 
     Attributes:
         factor: Factor for the gradients of buckets whose first one moves from now on.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], pool: BufferPool, *, flagged: bool) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        pool: BufferPool,
+        *,
+        flagged: bool,
+        beside: Callable[[], Tensor] | None = None,
+        num_beside: int = 0,
+    ) -> None:
         self._buckets, self._pool, self._flagged = buckets, pool, flagged
+        self._beside, self._num_beside = beside, num_beside
         self.factor = 1.0
         self._filling: dict[int, Packed] = {}
 
@@ -153,12 +164,15 @@ class Packer:
         packed.take([position for position, param in enumerate(bucket.params) if param.grad is not None])
         packed.close()
         if self._flagged:
-            flags = packed.flat[bucket.numel :]
+            flags = packed.flat[bucket.numel : bucket.numel + len(bucket.params)]
             flags.copy_(torch.tensor(packed.present)) if not all(packed.present) else flags.fill_(1.0)
+        if self._beside is not None and index == 0:
+            packed.flat[-self._num_beside :].copy_(self._beside())
         return packed
 
     def _new(self, bucket: Bucket) -> Packed:
         flags = len(bucket.params) if self._flagged else 0
+        flags += self._num_beside if bucket is self._buckets[0] else 0
         flat = self._pool.empty(bucket.numel + flags, bucket.dtype, bucket.device)
         return Packed(bucket, flat.zero_() if bucket.has_gaps else flat, self.factor, set())
 

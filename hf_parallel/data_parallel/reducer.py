@@ -56,8 +56,15 @@ class GradientReducer:
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
         overlaps = traffic.overlaps and not alone
         self._pool = BufferPool(keeps=overlaps)  # it cannot see passes that add up without hooks on the parameters
-        self._packer = Packer(self._buckets, self._pool, flagged=self._wire is None or not self._wire.lossy)
+        trained = [(name, p) for bucket in self._buckets for name, p in zip(bucket.names, bucket.params, strict=True)]
+        self._compared = (
+            traffic.compared(trained, group)
+            if traffic.compared is not None and group is not None and not alone and trained
+            else None
+        )
+        self._packer = self._make_packer(lossy=self._wire is not None and self._wire.lossy)
         self._under_way: list[UnderWay] = []
+        self._sums: torch.Tensor | None = None  # of what is compared, once all buckets have arrived
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
         noticed = None if alone else traffic.noticed
@@ -70,6 +77,12 @@ class GradientReducer:
             noticed=noticed,
             early=self._pool.forget,
         )
+
+    def _make_packer(self, *, lossy: bool) -> Packer:
+        """What fills the buckets; flags and what is compared travel with them where they arrive as they are."""
+        compared = None if lossy else self._compared
+        beside, num_beside = (None, 0) if compared is None else (compared.bits, compared.num_bits)
+        return Packer(self._buckets, self._pool, flagged=not lossy, beside=beside, num_beside=num_beside)
 
     @property
     def counters(self) -> Counts:
@@ -119,6 +132,11 @@ class GradientReducer:
             if not all(item.present) and counted is not None:
                 counted()
             bucket.unpack(item.sum, item.anywhere())
+        sums, self._sums = self._sums, None  # part of a buffer that serves the next step
+        if self._compared is not None and sums is not None:
+            if counted is not None:
+                counted()
+            self._compared.judge(sums)
 
     @torch.no_grad()
     def _start(self, index: int) -> None:
@@ -128,15 +146,21 @@ class GradientReducer:
         begun = self._recorder.mark()
         packed = self._packer.pack(index)
         wait = wire.all_reduce(packed.flat, bucket)
-        gradients, flags = packed.flat[: bucket.numel], packed.flat[bucket.numel :]
+        gradients, flags, beside = packed.flat.tensor_split([bucket.numel, bucket.numel + len(bucket.params)])
         self._under_way.append(UnderWay(gradients, packed.factor, packed.present, wait, begun, flags))
+        if index == 0 and self._compared is not None:
+            self._sums = beside
 
     def _exchange_flags(self, wire: Wire, under_way: Sequence[UnderWay]) -> Wait:
         """Begin to count the ranks that had a gradient of each parameter, in a message of its own."""
         present = [float(here) for item in under_way for here in item.present]
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         counts = sent_to(device, present)
+        if self._compared is not None:
+            counts = torch.cat([counts, self._compared.bits()])
+            self._sums = counts[len(present) :]
         wait = wire.all_reduce(counts, None)
+        counts = counts[: len(present)]
         for item, flags in zip(under_way, counts.split([len(item.present) for item in under_way]), strict=True):
             item.flags = flags
         return wait

@@ -19,7 +19,7 @@ from hf_parallel.data_parallel.replica_wire import (
     make_node_wire,
     make_replica_wire,
 )
-from hf_parallel.data_parallel.wire import Traffic
+from hf_parallel.data_parallel.wire import Comparing, Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
@@ -36,6 +36,7 @@ class Replicas:
         mesh: This rank's mesh. Building the groups of a compressed wire is collective.
         settings: Settings of the data-parallel axis.
         counted: Chooses the elements of a parameter that this rank counts in the gradient norm.
+        compared: What replicas compare beside the gradients that they sum; see `Traffic`.
 
     Attributes:
         wire: Compresses gradients; None without compression.
@@ -55,8 +56,10 @@ class Replicas:
         mesh: Mesh,
         settings: ReplicaSettings,
         counted: Callable[[str, nn.Parameter], bool | torch.Tensor],
+        compared: Comparing | None = None,
     ) -> None:
         self._ledger, self._parameters, self._mesh = ledger, dict(parameters), mesh
+        self._compared = compared
         self._settings, self._counted = settings, counted
         self.zero: ZeroPartition | None = None
         self.local: LocalSteps | None = None
@@ -178,6 +181,7 @@ class Replicas:
             noticed=(lambda: self.noticed())
             if self._mesh.shape.pp_size == 1
             else None,  # else hooks on parameters tell
+            compared=self._compared,
         )
 
     @property

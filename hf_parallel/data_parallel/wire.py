@@ -81,6 +81,23 @@ class Wire(Protocol):
         ...
 
 
+class Compared(Protocol):
+    """What ranks compare beside the gradients that they sum: bits that are the same on all of them, or something is wrong."""
+
+    num_bits: int
+
+    def bits(self) -> Tensor:
+        """Return zeros and ones of this rank, f[num_bits]."""
+        ...
+
+    def judge(self, sums: Tensor) -> None:
+        """Judge the sums of the bits over the ranks, f[num_bits]; all ranks call it alike."""
+        ...
+
+
+Comparing: TypeAlias = Callable[[Sequence[tuple[str, nn.Parameter]], dist.ProcessGroup], Compared]
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Settings of the reduction of gradients over the replicas: buckets, wire, precision, and who waits for what.
@@ -97,6 +114,7 @@ class Traffic:
         dtype: Dtype of the sums; gradients of wider parameters keep theirs.
         recorder: Keeps when buckets were under way.
         noticed: Called when a gradient has arrived at a parameter, in whichever backward pass; None: nobody asks.
+        compared: Given names and parameters and the ranks that sum their gradients, what these compare; None: nothing.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -109,6 +127,7 @@ class Traffic:
     dtype: torch.dtype = torch.float32
     recorder: Recorder = field(default_factory=silent)
     noticed: Callable[[], None] | None = None
+    compared: Comparing | None = None
 
 
 PLAIN = Traffic()

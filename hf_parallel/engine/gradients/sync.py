@@ -41,6 +41,7 @@ from hf_parallel.guards.optimizers.crossing import keeps_by_place
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
 from hf_parallel.guards.weights.exchanged import WeightGuard
+from hf_parallel.guards.weights.replicas_alike import comparing_replicas
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.monitor.recorder import Recorder
@@ -92,13 +93,15 @@ class GradientSync:
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
-        self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
+        compared = comparing_replicas(mesh, self.settings)
+        self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model, compared)
         self.updates = 0  # steps that optimizers have begun; alike on the ranks of a model copy
         self.states = OptimizerStates(ledger, self._parameters, self.replicas)
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
         self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
         self._copies: SettingsOfCopies | None = None
-        if self._parameters and not (partitions or settings.sharded is not None or settings.local_sgd.sync_every > 1):
+        parts = partitions or settings.sharded is not None
+        if self._parameters and compared is None and not (parts or settings.local_sgd.sync_every > 1):
             self._copies = SettingsOfCopies(mesh, self.settings, next(iter(self._parameters.values())).device)
         self.replicas.before_reading += [self.states.settle, self._parts.judge, self.told.settle]
         if self._copies is not None:

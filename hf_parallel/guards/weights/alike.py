@@ -56,7 +56,7 @@ class CommonWeights:
         if mesh.shape.stage_size > 1:
             self.names += [copies[-1] if copies else "", TRAINED]
             held.append([parameters[name] for name in copies[-COPIES:]])
-        self._slots = [_Slot(parameters) for parameters in held]
+        self._slots = [Slot(parameters) for parameters in held]
         self._trained = [TrainedWord(parameters.values())] if mesh.shape.stage_size > 1 else []
 
     def digests(self) -> list[Tensor | int]:
@@ -102,11 +102,16 @@ class CommonWeights:
         )
 
 
-class _Slot:
-    """The parameters of one slot, and views of some elements of each, which are kept while their memory is the same."""
+class Slot:
+    """The parameters of one slot, and views of some elements of each, which are kept while their memory is the same.
 
-    def __init__(self, held: Sequence[nn.Parameter]) -> None:
-        self._held = held
+    Args:
+        held: The parameters.
+        num_elements: How many elements of each.
+    """
+
+    def __init__(self, held: Sequence[nn.Parameter], num_elements: int = ELEMENTS) -> None:
+        self._held, self._num_elements = held, num_elements
         self._places: list[int] | None = None
         self._views: list[Tensor] = []
         self._weights = torch.zeros(0, dtype=torch.int64)
@@ -124,19 +129,19 @@ class _Slot:
 
     def _look(self, places: list[int]) -> None:
         self._places = places
-        found = (_some(parameter) for parameter in self._held)
+        found = (_some(parameter, self._num_elements) for parameter in self._held)
         self._views = [view for view in found if view is not None]
         if self._views:
             self._weights = factors(sum(map(len, self._views)), self._views[0].device)
 
 
-def _some(parameter: nn.Parameter) -> Tensor | None:
-    """A view of some elements [<= ELEMENTS]; None of a kind whose memory cannot be read so."""
+def _some(parameter: nn.Parameter, count: int) -> Tensor | None:
+    """A view of some elements [<= count]; None of a kind whose memory cannot be read so."""
     values = parameter.detach()
     if type(values) not in _PLAIN or not values.numel() or not values.is_contiguous():
         return None
     flat = values.view(-1)
-    return flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS]
+    return flat[:: max(1, len(flat) // count)][:count]
 
 
 def factors(count: int, device: torch.device) -> Tensor:

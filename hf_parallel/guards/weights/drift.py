@@ -131,21 +131,31 @@ def refuse_drift(held: Iterable[tuple[Mapping[str, Tensor], dist.ProcessGroup | 
     Raises:
         RankMismatchError: Names the tensor that differs most; on every rank of the world.
     """
-    mine = max((_drift(parameters, group) for parameters, group in held), key=itemgetter(0))
+    mine = max((drift_of(parameters, group) for parameters, group in held), key=itemgetter(0))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     share, found = max(everyone, key=itemgetter(0))
-    if share > ROUNDING:
-        raise RankMismatchError(
-            f"{found}: each replica trains another model, and that of rank 0 would be saved. Code changed weights, gradients or "
-            "the optimizer on some ranks only (`if state.is_world_process_zero`?). Do it on every rank."
-        )
+    refuse_apart(share, found)
     if not found:
         return ""
     return f"{found}: GPUs of unlike kinds, or noise that each rank draws for itself. Rank 0's weights are saved."
 
 
-def _drift(parameters: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> tuple[float, str]:
+def refuse_apart(share: float, found: str) -> None:
+    """Refuse what `drift_of` has found to be more than rounding.
+
+    Raises:
+        RankMismatchError: It is.
+    """
+    if share > ROUNDING:
+        raise RankMismatchError(
+            f"{found}: each replica trains another model, and that of rank 0 would be saved. Code changed weights, gradients or "
+            "the optimizer on some ranks only (`if state.is_world_process_zero`?). Do it on every rank."
+        )
+
+
+@torch.no_grad()
+def drift_of(parameters: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> tuple[float, str]:
     """Find the parameter that differs most over the group: how far, and its name in words; collective over the group."""
     if group is None:
         return -1.0, ""

@@ -1,0 +1,94 @@
+"""Compare weights and settings of optimizers of replicas in every step: each updates its copy by itself.
+
+A checkpoint and the end of a Trainer compare them too (`drift`), but a loop of one's own may have neither. A digest of a few elements of
+each weight and of the settings rides on the first bucket of gradients, bit by bit: the sum of a bit is none or all of the ranks where
+they are alike. Only where it is not do the ranks look closer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.compat.torch_tools import sent_to
+from hf_parallel.data_parallel.wire import Comparing
+from hf_parallel.guards.awaited import Awaited
+from hf_parallel.guards.optimizers.settings import OptimizerSettings
+from hf_parallel.guards.weights.alike import Slot
+from hf_parallel.guards.weights.drift import drift_of, refuse_apart
+from hf_parallel.mesh import Mesh
+
+
+ELEMENTS = 8  # that are looked at of a weight
+BITS = 24  # a difference stays unseen in one step of 16 millions
+EXACT = 256  # ranks up to which bf16 holds the sum of a bit
+MAX_PAUSE = 1024  # steps
+
+
+def comparing_replicas(mesh: Mesh, settings: OptimizerSettings) -> Comparing | None:
+    """Return what makes replicas compare them; None where some ranks are no replicas, which would not hear of what is found.
+
+    Args:
+        mesh: This rank's mesh.
+        settings: Settings of this rank's optimizers.
+    """
+    group = mesh.copies_group
+    if group is None or group.size() != dist.get_world_size() or mesh.shape.ep_size > 1:
+        return None
+    return lambda named, ranks: AlikeReplicas(named, ranks, settings)
+
+
+class AlikeReplicas:
+    """Compares the weights of replicas, and the settings of their optimizers.
+
+    Args:
+        named: Names and parameters that the replicas train.
+        group: The replicas.
+        settings: Settings of this rank's optimizers.
+
+    Attributes:
+        num_bits: Bits of the digest.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, settings: OptimizerSettings
+    ) -> None:
+        self._parameters, self._group, self._settings = dict(named), group, settings
+        self._slot = Slot([parameter for _, parameter in named], ELEMENTS)
+        self._device = named[0][1].device
+        self._places = torch.arange(BITS, device=self._device)
+        self._awaited = Awaited(self._judge)
+        self._pause, self._steps_left = 0, 0  # after differences of rounding
+        self.num_bits = BITS
+
+    @torch.no_grad()
+    def bits(self) -> Tensor:
+        """Return zeros and ones of this rank, f[BITS], without waiting for a GPU."""
+        digest = self._slot.digest() ^ self._settings.word()
+        if isinstance(digest, Tensor):
+            return ((digest >> self._places) & 1).float()
+        return sent_to(self._device, [float(digest >> place & 1) for place in range(BITS)])
+
+    def judge(self, sums: Tensor) -> None:
+        """Look closer where ranks differ, on a GPU when the next step comes; collective over the replicas then.
+
+        Raises:
+            RankMismatchError: Names a setting or a weight that differs, on every rank.
+        """
+        if sums.dtype.itemsize > 2 or self._group.size() <= EXACT:
+            self._awaited.give(sums.float())
+
+    def _judge(self, sums: Tensor) -> None:
+        if self._steps_left:
+            self._steps_left -= 1
+        elif bool(((sums != 0) & (sums != self._group.size())).any()):
+            words: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(words, self._settings.word(), group=self._group)
+            self._settings.refuse_unlike_copies(words, self._group)
+            refuse_apart(*drift_of(self._parameters, self._group))
+            self._pause = min(MAX_PAUSE, 2 * self._pause + 1)
+            self._steps_left = self._pause
