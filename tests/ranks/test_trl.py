@@ -284,6 +284,11 @@ def test_a_reference_model_is_in_parts_like_the_trained_one(name: str, layout: s
     compare(name, layout, run_of)
 
 
+@pytest.mark.parametrize(("name", "layout"), [(name, "zero3") for name in ("dpo_adapter", "kto_adapter")])
+def test_the_model_without_its_adapter_is_a_reference_in_parts(name: str, layout: str, run_of: Any) -> None:
+    compare(name, layout, run_of)
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     thinned([(name, layout) for name in SCORED for layout in ("dp2", "zero1", "zero3", "tp2")], SCORED_TURNS),

@@ -358,7 +358,8 @@ class DirectEngine(Engine):
         if sharded is None:
             return gives_gradients_away(trained)
         leaves = map(sharded.gathered_of, trained)  # torch finds no way to the parts
-        return gives_gradients_away(leaf for leaf in leaves if leaf is not None)
+        # One that was gathered last for a reference forward without adapters (PEFT's `disable_adapter`) has no way to it either.
+        return gives_gradients_away(leaf for leaf in leaves if leaf is not None and leaf.requires_grad)
 
     def before_end(self) -> None:
         """Record the backward pass, which is over; microbatches count from the step's first."""
