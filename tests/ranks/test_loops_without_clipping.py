@@ -102,6 +102,7 @@ CASES += [("own_rate", layout) for layout in ("dp2", "tp2", "sp2", "sp2_zero1")]
 CASES += [*((body.__name__, "zero3") for body in OF_PARTS), ("two_optimizers", "zero3")]
 OF_COPIES = [body.__name__ for body in (own_weights, own_scale, own_drop)]
 CASES += [(name, "dp2") for name in ("untouched", "same_scale", *OF_COPIES)]
+CASES += [(name, layout) for name in ("own_scale", "same_scale") for layout in ("zero1", "zero2")]
 CASES_OF_FOUR = [("own_rate", layout) for layout in ("tp2_zero1", "tp2_zero3", "pp2_zero1", "pp2_dp2")]
 
 

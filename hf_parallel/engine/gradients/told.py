@@ -19,7 +19,7 @@ from hf_parallel.guards.weights.trained import TrainedWord, refuse_unlike_traine
 from hf_parallel.mesh import Mesh
 
 
-SPREAD = 3  # numbers, the last ones, of which the other ranks of a model copy hear, too
+SPREAD = 4  # numbers, the last ones, of which the other ranks of a model copy hear, too
 
 
 class ToldOverParts:
@@ -59,27 +59,27 @@ class ToldOverParts:
 
         Returns:
             The sum; a word of each rank's settings and, last (`SPREAD`), a rank that trains other parameters than the first one,
-            one that dropped other gradients, and one whose weights, or numbers in losses over parts, are not those of the
-            first (0: none).
+            one that dropped other gradients, one whose weights are not those of the first, and one whose numbers in losses over
+            parts and changes of them are not (0: none).
         """
         shard_group, shape = self._mesh.dp_shard_group, self._mesh.shape
         if shard_group is None or self._group is None:
             return power, None
         weights = self._weights_of_steps()
-        digests = [NUMBERS.take(), 0] if weights is None else weights.digests()
+        digests = [*([0, 0] if weights is None else weights.digests()), NUMBERS.take()]
         zero = self._replicas.zero
         drops = self._without_gradient() if zero is None else zero.drops
         words = [self._settings.word(), self._mesh.rank, self._trained.now(), drops, *digests]
         # A number is written on the device: copying it there would wait.
         mine = [word.to(power) if isinstance(word, Tensor) else torch.full_like(power, word) for word in words]
         rows = rows_of_ranks(torch.stack([power, *mine]), self._group)
-        powers, settings, ranks, trained, dropped, common, experts = rows.unbind(1)
-        # Copies of the state may be on unlike GPUs, which round differently: weights are compared within each.
-        common = common.view(-1, shard_group.size())
+        powers, settings, ranks, trained, dropped, common, experts, numbers = rows.unbind(1)
+        # Copies of the state may be on unlike GPUs, which round differently: these are compared within each.
+        common, numbers = common.view(-1, shard_group.size()), numbers.view(-1, shard_group.size())
         experts = experts.view(-1, shape.ep_size, shape.sp_size)  # one replica in `ep_size` has the same ones
-        apart = (common - common[:, :1]).abs() > TOLERANCE  # of weights: whole numbers
-        unlike = apart.flatten() | (experts != experts[:1, :, :1]).flatten()
-        wrong = [trained != trained[0], dropped != dropped[0], unlike]
+        unlike = (common != common[:, :1]).flatten() | (experts != experts[:1, :, :1]).flatten()
+        apart = ((numbers - numbers[:, :1]).abs() > TOLERANCE).flatten()
+        wrong = [trained != trained[0], dropped != dropped[0], unlike, apart]
         told = torch.cat([settings, torch.stack([ranks * one for one in wrong]).amax(1)])
         first = self._mesh.copy_rank // shard_group.size() * shard_group.size()
         powers = powers[first : first + shard_group.size()]
@@ -109,9 +109,10 @@ class ToldOverParts:
         self.settle()
         told = self.sum(torch.zeros((), dtype=torch.float64, device=device), infinite=False)[1]
         if told is not None and dist.group.WORLD is not None:
-            dropped, unlike = map(int, rows_of_ranks(told[-2:], dist.group.WORLD).amax(0).tolist())
+            dropped, unlike, apart = map(int, rows_of_ranks(told[-3:], dist.group.WORLD).amax(0).tolist())
             refuse_unlike_drops(dropped)
-            self._refuse_unlike(unlike)
+            refuse_unlike_numbers(apart)
+            refuse_unlike_weights(unlike)
 
     def _weights_of_steps(self) -> WeightsOfSteps | None:
         if self._weights is None and self._replicas.zero is not None:
@@ -119,16 +120,11 @@ class ToldOverParts:
         return self._weights
 
     def _judge(self, numbers: Tensor) -> None:
-        *settings, frozen, dropped, unlike = map(int, numbers.tolist())
+        *settings, frozen, dropped, unlike, apart = map(int, numbers.tolist())
         if self._group is not None:
             self._settings.refuse_unlike_parts(settings, self._group)
         describe = self._mesh.shape.describe
         refuse_unlike_trained([describe(frozen), "the first replica"] if frozen else [])
         refuse_unlike_drops(dropped)
-        self._refuse_unlike(unlike)
-
-    def _refuse_unlike(self, rank: int) -> None:
-        if self._replicas.zero is not None:
-            refuse_unlike_weights(rank)
-        else:
-            refuse_unlike_numbers(rank)
+        refuse_unlike_numbers(apart)
+        refuse_unlike_weights(unlike)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from hf_parallel.data_parallel.flat import FlatShard
+from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.shards import Shards
@@ -139,6 +141,7 @@ class FlatGradient(_Part):
         return self._with_opened(self.gathered)
 
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._note(function, args)
         if self.gathered is not None:
             function(self.gathered if self.opened is None else self.opened, *args, **kwargs)
             return
@@ -147,6 +150,13 @@ class FlatGradient(_Part):
             moved = [arg.to(gradient.device) if isinstance(arg, Tensor) else arg for arg in args]
             function(gradient[piece], *moved, **kwargs)
             self._owner.note_parts()
+
+    def _note(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Pass on a change and its numbers: each rank makes it of its own part."""
+        NUMBERS.note(1.0 + crc32(str(function).encode()) % 1000)
+        for arg in args:
+            if isinstance(arg, int | float) or (isinstance(arg, Tensor) and arg.numel() == 1):
+                NUMBERS.note(arg)
 
     def arrive(self, gradient: Tensor) -> None:
         self.pending = gradient.clone() if self.pending is None else self.pending.add_(gradient)
