@@ -280,34 +280,45 @@ def _name_of(part: Tensor) -> str | None:
 
 
 class _TrainedMemory:
-    """Knows the memory of parameters and gradients in parts: that of the first ones is looked up once a step."""
+    """Knows the memory of parameters and gradients in parts, and forgets what was freed: other tensors may be there next."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
+        self._owners: dict[int, weakref.ref[nn.Parameter]] = {}
         self._begins: list[int] = []  # with the memory of one parameter and its gradient
 
     def counts(self, part: Tensor) -> bool:
-        """Whether a part is of a parameter or gradient, and no optimizer changes it."""
-        if NUMBERS.in_step:
+        """Whether a part is of a parameter or gradient of which all ranks have rows, and no optimizer changes it."""
+        if NUMBERS.in_step or not _is_everywhere(part):
             return False
-        if (memory := _memory_of(part)) not in self._known and self._begins != (begins := next(_memories(), [])):
-            self._begins, self._known = begins, {one for found in _memories() for one in found}
-        return memory in self._known
+        memory = _memory_of(part)
+        if memory not in self._owners and self._begins != (begins := next(map(_memories_of, _trained_parts()), [])):
+            self._begins = begins
+            self._owners = {one: weakref.ref(p) for p in _trained_parts() for one in _memories_of(p)}
+        owner = self._owners[memory]() if memory in self._owners else None
+        return owner is not None and memory in _memories_of(owner)
 
 
 _TRAINED = _TrainedMemory()
+
+
+def _is_everywhere(part: Any) -> bool:
+    ranks, rows = part.device_mesh.size(-1), part.shape[0] if part.ndim else 0
+    return bool(rows > -(-rows // ranks) * (ranks - 1))
 
 
 def _memory_of(part: Tensor) -> int:
     return local_of(part).untyped_storage().data_ptr()
 
 
-def _memories() -> Iterator[list[int]]:
-    """The memory of each parameter in parts, and of its gradient."""
+def _memories_of(parameter: nn.Parameter) -> list[int]:
+    return [_memory_of(one) for one in (parameter, parameter.grad) if one is not None]
+
+
+def _trained_parts() -> Iterator[nn.Parameter]:
     for module in _NAMES:
         for parameter in own_parameters(module).values():
             if parameter is not None and is_part(parameter) and parameter.requires_grad:
-                yield [_memory_of(one) for one in (parameter, parameter.grad) if one is not None]
+                yield parameter
 
 
 def _teach_parts() -> None:
