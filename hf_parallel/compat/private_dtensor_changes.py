@@ -42,7 +42,7 @@ def note_changes_of_parts(counts: Callable[[Tensor], bool], note: Callable[[Tens
             first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
             if isinstance(first, DTensor) and not in_backward_pass() and counts(first):
                 note(mark)
-                for number in map(number_of, args[1:]):
+                for number in map(number_of, (*args[1:], *(kwargs or {}).values())):
                     if number is not None:
                         note(number)
             return stock_result(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)

@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os+g+p; Zhao et
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -279,46 +279,10 @@ def _name_of(part: Tensor) -> str | None:
     return None
 
 
-class _TrainedMemory:
-    """Knows the memory of parameters and gradients in parts, and forgets what was freed: other tensors may be there next."""
-
-    def __init__(self) -> None:
-        self._owners: dict[int, weakref.ref[nn.Parameter]] = {}
-        self._begins: list[int] = []  # with the memory of one parameter and its gradient
-
-    def counts(self, part: Tensor) -> bool:
-        """Whether a part is of a parameter or gradient of which all ranks have rows, and no optimizer changes it."""
-        if NUMBERS.in_step or not _is_everywhere(part):
-            return False
-        memory = _memory_of(part)
-        if memory not in self._owners and self._begins != (begins := next(map(_memories_of, _trained_parts()), [])):
-            self._begins = begins
-            self._owners = {one: weakref.ref(p) for p in _trained_parts() for one in _memories_of(p)}
-        owner = self._owners[memory]() if memory in self._owners else None
-        return owner is not None and memory in _memories_of(owner)
-
-
-_TRAINED = _TrainedMemory()
-
-
-def _is_everywhere(part: Any) -> bool:
+def _counts(part: Any) -> bool:
+    """Whether a change of a part does: all ranks have rows of it, and it is code of users that changes it."""
     ranks, rows = part.device_mesh.size(-1), part.shape[0] if part.ndim else 0
-    return bool(rows > -(-rows // ranks) * (ranks - 1))
-
-
-def _memory_of(part: Tensor) -> int:
-    return local_of(part).untyped_storage().data_ptr()
-
-
-def _memories_of(parameter: nn.Parameter) -> list[int]:
-    return [_memory_of(one) for one in (parameter, parameter.grad) if one is not None]
-
-
-def _trained_parts() -> Iterator[nn.Parameter]:
-    for module in _NAMES:
-        for parameter in own_parameters(module).values():
-            if parameter is not None and is_part(parameter) and parameter.requires_grad:
-                yield parameter
+    return not NUMBERS.in_step and bool(rows > -(-rows // ranks) * (ranks - 1))
 
 
 def _teach_parts() -> None:
@@ -331,7 +295,7 @@ def _teach_parts() -> None:
     explain_refusals_of_parts(_name_of)
     note_numbers_of_losses(NUMBERS.note)
     join_parts_and_plain_tensors(NUMBERS.note)
-    note_changes_of_parts(_TRAINED.counts, NUMBERS.note)
+    note_changes_of_parts(_counts, NUMBERS.note)
     mean_gradients_of_wholes()
 
 

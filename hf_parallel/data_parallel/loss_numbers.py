@@ -74,8 +74,8 @@ def refuse_unlike_numbers(rank: int) -> None:
     """
     if rank:
         raise RankMismatchError(
-            f"rank {rank} computed a loss over weights (a penalty), or changed weights or gradients, with other numbers than the other "
-            "replicas: a factor or a limit of its own batch, or on some ranks only (`if accelerator.is_main_process:`). With ZeRO each rank "
+            f"rank {rank} computed a loss over weights (a penalty), or changed weights, gradients or copies of them, with other numbers than "
+            "the other replicas: a factor or a limit of its own batch, or on some ranks only (`if accelerator.is_main_process:`). With ZeRO each rank "
             "does so to its part of a weight with its own numbers, so they must be the same on all. Do it on every rank, average numbers "
             'over the replicas (accelerator.reduce(loss.detach(), "mean")), multiply a loss with the whole, p.full_tensor(), or set '
             "zero.stage to 1 or 2 of the native engine for the sake of a loss."

@@ -139,7 +139,7 @@ COPIES = {  # of the state: stage, who changes weights, and what is said
     "zero1": (1, [0], "the weights of rank 1"),
     "zero2": (2, [3], "the weights of rank 3"),
     "zero1-one copy": (1, [2, 3], "parameter model.layers.0.mlp.up_proj.weight differs"),
-    "zero3": (3, [0], "rank 1 computed a loss over weights (a penalty), or changed weights or gradients"),
+    "zero3": (3, [0], "rank 1 computed a loss over weights (a penalty), or changed weights, gradients or copies"),
 }
 
 

@@ -63,10 +63,17 @@ def own_scale(loop: Loop, step: int) -> None:
 @torch.no_grad()
 def same_scale(loop: Loop, step: int) -> None:
     torch._foreach_mul_([parameter.grad for parameter in loop.model.parameters()], 1.0 / loop.history[-1])
-    average = {name: parameter.detach().clone() for name, parameter in loop.named().items()}
-    if loop.accelerator.is_main_process:  # of copies: nothing that is trained
-        for value in average.values():
-            value.mul_(0.5)
+    for parameter in loop.named().values():
+        parameter.detach().clone().mul_(0.5)
+
+
+@torch.no_grad()
+def own_average(loop: Loop, step: int) -> None:
+    """Has with ZeRO 3 the rows of one rank."""
+    average = vars(loop).setdefault("average", {n: p.detach().clone() for n, p in loop.named().items()})
+    if loop.accelerator.is_main_process:
+        for name, parameter in loop.named().items():
+            average[name].mul_(0.9).add_(parameter, alpha=0.1)
 
 
 def own_drop(loop: Loop, step: int) -> None:
@@ -87,14 +94,16 @@ def halves(loop: Loop) -> list[list[Any]]:
     return [parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]]
 
 
-OF_PARTS = (own_number, own_weights, own_scale, same_scale, own_drop)
+OF_PARTS = (own_number, own_weights, own_scale, own_average, same_scale, own_drop)
 BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, *OF_PARTS)}
 BODIES |= {"clipped": looping(untouched, clips=True), "two_optimizers": two_optimizers}
 REFUSED = {
     "own_rate": "lr of parameter group 0 of the optimizer is",
     "own_number": "with other numbers than the other replicas",
-    "own_weights": "or changed weights or gradients, with other numbers than the other replicas",
-    "own_scale": "or changed weights or gradients, with other numbers than the other replicas",
+    **dict.fromkeys(
+        ("own_weights", "own_scale", "own_average"),
+        "or changed weights, gradients or copies of them, with other numbers",
+    ),
     "own_drop": "dropped other gradients before an optimizer step than the other replicas",
 }
 CASES = [(name, f"zero{stage}") for name in ("untouched", "clipped", "own_rate") for stage in (1, 2, 3)]

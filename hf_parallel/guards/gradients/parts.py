@@ -141,7 +141,7 @@ class FlatGradient(_Part):
         return self._with_opened(self.gathered)
 
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._note(function, args)
+        self._note(function, (*args, *kwargs.values()))
         if self.gathered is not None:
             function(self.gathered if self.opened is None else self.opened, *args, **kwargs)
             return
@@ -153,7 +153,7 @@ class FlatGradient(_Part):
 
     def _note(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         """Pass on a change and its numbers: each rank makes it of its own part."""
-        NUMBERS.note(1.0 + crc32(str(function).encode()) % 1000)
+        NUMBERS.note(1.0 + crc32(function.__name__.encode()) % 1000)  # whose text has an address of this process
         for arg in args:
             if isinstance(arg, int | float) or (isinstance(arg, Tensor) and arg.numel() == 1):
                 NUMBERS.note(arg)

@@ -1,13 +1,14 @@
 """Compare weights and settings of optimizers of replicas in every step: each updates its copy by itself.
 
-A checkpoint and the end of a Trainer compare them too (`drift`), but a loop of one's own may have neither. A digest of a few elements of
-each weight and of the settings rides on the first bucket of gradients, bit by bit: the sum of a bit is none or all of the ranks where
-they are alike. Only where it is not do the ranks look closer.
+A checkpoint and the end of a Trainer compare them too (`drift`), but a loop of one's own may have neither. A digest of the settings and
+of a few elements of some weights, others in each step, rides on the first bucket of gradients, bit by bit: the sum of a bit is none
+or all of the ranks where they are alike. Only where it is not do the ranks look closer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hf_parallel.mesh import Mesh
 
 
 ELEMENTS = 8  # that are looked at of a weight
+WEIGHTS = 64  # that are looked at in a step, others in the next: what is unlike stays so
 BITS = 24  # a difference stays unseen in one step of 16 millions
 EXACT = 256  # ranks up to which bf16 holds the sum of a bit
 MAX_PAUSE = 1024  # steps
@@ -58,7 +60,9 @@ class AlikeReplicas:
         self, named: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, settings: OptimizerSettings
     ) -> None:
         self._parameters, self._group, self._settings = dict(named), group, settings
-        self._slot = Slot([parameter for _, parameter in named], ELEMENTS)
+        parameters = [parameter for _, parameter in named]
+        parts = range(-(-len(named) // WEIGHTS))
+        self._slots = cycle([Slot(parameters[part :: len(parts)], ELEMENTS) for part in parts])
         self._device = named[0][1].device
         self._places = torch.arange(BITS, device=self._device)
         self._awaited = Awaited(self._judge)
@@ -68,7 +72,7 @@ class AlikeReplicas:
     @torch.no_grad()
     def bits(self) -> Tensor:
         """Return zeros and ones of this rank, f[BITS], without waiting for a GPU."""
-        digest = self._slot.digest() ^ self._settings.word()
+        digest = next(self._slots).digest() ^ self._settings.word()
         if isinstance(digest, Tensor):
             return ((digest >> self._places) & 1).float()
         return sent_to(self._device, [float(digest >> place & 1) for place in range(BITS)])
