@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoConfig, LlamaConfig
 
 from hf_parallel.dry_run.rank.recipe import dry_run_recipe
+from hf_parallel.memory import record
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
@@ -104,8 +105,9 @@ def test_layouts_that_only_other_systems_have_keep_their_formula() -> None:
 
 
 def test_a_config_is_recorded_once_for_each_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr("hf_parallel.memory.record.record_step", lambda *given: calls.append(given))
+    calls: list[Any] = []
+    stock = record.record_step
+    monkeypatch.setattr(record, "record_step", lambda *given: calls.append(given) or stock(*given))
     config = LlamaConfig(**TYPES["llama"] | {"vocab_size": 777})
     for layout in ({}, {"micro_batch": 2}, {"param_dtype": "fp32"}, {"recompute": "full"}, {"attention": "eager"}):
         predict(config, Cluster(1, 1, "h100"), layout, seq_len=64)
@@ -115,6 +117,17 @@ def test_a_config_is_recorded_once_for_each_precision(monkeypatch: pytest.Monkey
         ("half", None, True),
         ("half", "eager", False),
     ]
+
+
+def test_a_model_that_cannot_be_recorded_is_not_tried_again_with_recomputation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(record, "record_step", lambda *given: calls.append(given))
+    config = LlamaConfig(**TYPES["llama"] | {"vocab_size": 778})
+    for layout in ({}, {"recompute": "full"}):
+        predict(config, Cluster(1, 1, "h100"), layout, seq_len=64)
+    assert len(calls) == 1
 
 
 def test_stored_scores_grow_with_the_square_of_the_length() -> None:
