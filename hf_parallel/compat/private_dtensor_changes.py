@@ -5,9 +5,8 @@ All of these change DTensors of the whole process: the calls are the user's, on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
-from zlib import crc32
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,25 +25,23 @@ CHANGES = (
 )
 
 
-def note_changes_of_parts(counts: Callable[[Tensor], bool], note: Callable[[Tensor | float], None]) -> None:
+def note_changes_of_parts(
+    counts: Callable[[Tensor], bool], note_change: Callable[[str, Iterable[Tensor | float]], None]
+) -> None:
     """Pass on what is done in place to parts, and with which numbers: a rank that does it alone changes its rows only.
 
     Args:
         counts: Whether a change of a part does.
-        note: Gets a number for each function, and those that it is given, a tensor of one element as it is.
+        note_change: Gets the name of each function, and the numbers that it is given, a tensor of one element as it is.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
 
-    def noting(func: Any, inner: Any) -> Any:
-        mark = 1.0 + crc32(func._schema.name.encode()) % 1000
-
+    def noting(inner: Any) -> Any:
         def run(func: Any, args: Any, kwargs: Any) -> Any:
             first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
             if isinstance(first, DTensor) and not in_backward_pass() and counts(first):
-                note(mark)
-                for number in map(number_of, (*args[1:], *(kwargs or {}).values())):
-                    if number is not None:
-                        note(number)
+                given = map(number_of, (*args[1:], *(kwargs or {}).values()))
+                note_change(func._schema.name, [number for number in given if number is not None])
             return stock_result(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
 
         vars(run).update(vars(inner) if inner is not None else {}, notes_changes=True)
@@ -52,4 +49,4 @@ def note_changes_of_parts(counts: Callable[[Tensor], bool], note: Callable[[Tens
 
     for func in overloads_of(CHANGES):
         if not hasattr(handlers.get(func), "notes_changes"):
-            handlers[func] = noting(func, handlers.get(func))
+            handlers[func] = noting(handlers.get(func))

@@ -295,7 +295,7 @@ def _teach_parts() -> None:
     explain_refusals_of_parts(_name_of)
     note_numbers_of_losses(NUMBERS.note)
     join_parts_and_plain_tensors(NUMBERS.note)
-    note_changes_of_parts(_counts, NUMBERS.note)
+    note_changes_of_parts(_counts, NUMBERS.note_change)
     mean_gradients_of_wholes()
 
 

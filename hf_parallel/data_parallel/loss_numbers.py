@@ -8,6 +8,8 @@ a rank travel as one, with the sum for the gradient norm, and are compared.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -41,6 +43,12 @@ class LossNumbers:
             number = number.item()
         mark = _mark_of_tensor(number) if isinstance(number, Tensor) else _mark(number)
         self._sum = self._sum + weight * mark
+
+    def note_change(self, function: str, numbers: Iterable[Tensor | float]) -> None:
+        """Note that a function, of this name in all processes, changes parts in place with these numbers."""
+        self.note(1.0 + crc32(function.encode()) % 1000)
+        for number in numbers:
+            self.note(number)
 
     def take(self) -> Tensor | float:
         """One number (f64) for all that were noted, 0 if there were none; begins anew."""

@@ -100,9 +100,10 @@ class GradientSync:
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
         self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
         self._copies: SettingsOfCopies | None = None
-        parts = partitions or settings.sharded is not None
-        if self._parameters and compared is None and not (parts or settings.local_sgd.sync_every > 1):
-            self._copies = SettingsOfCopies(mesh, self.settings, next(iter(self._parameters.values())).device)
+        updates_alone = not (partitions or settings.sharded is not None or settings.local_sgd.sync_every > 1)
+        if mesh.copies_group is not None and self._parameters and updates_alone and compared is None:
+            device = next(iter(self._parameters.values())).device
+            self._copies = SettingsOfCopies(mesh.copies_group, self.settings, device)
         self.replicas.before_reading += [self.states.settle, self._parts.judge, self.told.settle]
         if self._copies is not None:
             self.replicas.before_reading.append(self._copies.settle)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +140,11 @@ class FlatGradient(_Part):
         return self._with_opened(self.gathered)
 
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._note(function, (*args, *kwargs.values()))
+        given = (*args, *kwargs.values())
+        NUMBERS.note_change(  # of this rank's part; the text of a function has an address of this process
+            function.__name__,
+            [one for one in given if isinstance(one, int | float) or (isinstance(one, Tensor) and one.numel() == 1)],
+        )
         if self.gathered is not None:
             function(self.gathered if self.opened is None else self.opened, *args, **kwargs)
             return
@@ -150,13 +153,6 @@ class FlatGradient(_Part):
             moved = [arg.to(gradient.device) if isinstance(arg, Tensor) else arg for arg in args]
             function(gradient[piece], *moved, **kwargs)
             self._owner.note_parts()
-
-    def _note(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Pass on a change and its numbers: each rank makes it of its own part."""
-        NUMBERS.note(1.0 + crc32(function.__name__.encode()) % 1000)  # whose text has an address of this process
-        for arg in args:
-            if isinstance(arg, int | float) or (isinstance(arg, Tensor) and arg.numel() == 1):
-                NUMBERS.note(arg)
 
     def arrive(self, gradient: Tensor) -> None:
         self.pending = gradient.clone() if self.pending is None else self.pending.add_(gradient)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.guards.awaited import Awaited
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
-from hf_parallel.mesh import Mesh
 
 
 EVERY = 8  # steps: a message of one number, which a plain all-reduce of gradients has no room for
@@ -17,13 +17,13 @@ class SettingsOfCopies:
     """Compares the settings of the replicas in the first step and in each `EVERY` steps later.
 
     Args:
-        mesh: This rank's mesh.
+        group: The replicas.
         settings: Settings of this rank's optimizers.
         device: Device that the ranks send from.
     """
 
-    def __init__(self, mesh: Mesh, settings: OptimizerSettings, device: torch.device) -> None:
-        self._settings, self._group, self._device, self._steps = settings, mesh.copies_group, device, 0
+    def __init__(self, group: dist.ProcessGroup, settings: OptimizerSettings, device: torch.device) -> None:
+        self._group, self._settings, self._device, self._steps = group, settings, device, 0
         self._awaited = Awaited(self._judge)
 
     def before_step(self) -> None:
@@ -33,7 +33,7 @@ class SettingsOfCopies:
             RankMismatchError: A setting differs; on each of these ranks. On a GPU at the next comparison.
         """
         self._steps += 1
-        if self._group is not None and self._steps % EVERY == 1:
+        if self._steps % EVERY == 1:
             word = torch.full((1,), self._settings.word(), dtype=torch.float64, device=self._device)
             self._awaited.give(rows_of_ranks(word, self._group))
 
@@ -42,5 +42,4 @@ class SettingsOfCopies:
         self._awaited.settle()
 
     def _judge(self, words: torch.Tensor) -> None:
-        if self._group is not None:
-            self._settings.refuse_unlike_copies([int(word) for word in words.flatten().tolist()], self._group)
+        self._settings.refuse_unlike_copies([int(word) for word in words.flatten().tolist()], self._group)
