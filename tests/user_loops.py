@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -117,6 +119,15 @@ def tried(layout: str, body: Callable[[Loop], None], **options: Any) -> Any:
 
 def all_tried(bodies: dict[str, Callable[[Loop], None]], cases: list[Case]) -> dict[str, Any]:
     return {f"{name}-{layout}": tried(layout, bodies[name]) for name, layout in cases}
+
+
+def main_of(module: str) -> Callable[..., dict[str, Any]]:
+    """What ranks run for the cases of a test module: its `BODIES`, which ranks import, as no closure can be sent to them."""
+    return functools.partial(_tried_of, module=module)
+
+
+def _tried_of(rank: int, world_size: int, cases: list[Case], *, module: str) -> dict[str, Any]:
+    return all_tried(importlib.import_module(module).BODIES, cases)
 
 
 def launched(

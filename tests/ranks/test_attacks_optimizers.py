@@ -351,13 +351,9 @@ EXPECTED: dict[str, dict[str, str]] = {
 CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]
 
 
-def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
-    return user_loops.all_tried(BODIES, cases)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return user_loops.launched(main, BODIES, CASES, tmp_path_factory.mktemp("attacks"))
+    return user_loops.launched(user_loops.main_of(__name__), BODIES, CASES, tmp_path_factory.mktemp("attacks"))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -357,15 +357,11 @@ KEPT = [
 REST = [case for case in CASES if case not in KEPT]
 
 
-def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
-    return user_loops.all_tried(BODIES, cases)
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     cases = chosen(request, CASES)
     names = dict.fromkeys(name for name, layout in cases if not EXPECTED[name][layout])  # what is refused has no equal
-    return user_loops.launched(main, names, cases, tmp_path_factory.mktemp("attacks"))
+    return user_loops.launched(user_loops.main_of(__name__), names, cases, tmp_path_factory.mktemp("attacks"))
 
 
 @pytest.mark.parametrize(("name", "layout"), [pytest.param(*case, marks=slow_if(case, REST)) for case in CASES])

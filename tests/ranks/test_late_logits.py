@@ -79,13 +79,9 @@ BODIES = {name: looping(use) for name, use in USES.items()}
 CASES = [(name, layout) for name in USES for layout in ("pp2", "tp2", "zero3")]
 
 
-def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
-    return user_loops.all_tried(BODIES, cases)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return user_loops.launched(main, BODIES, CASES, tmp_path_factory.mktemp("two"))
+    return user_loops.launched(user_loops.main_of(__name__), BODIES, CASES, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

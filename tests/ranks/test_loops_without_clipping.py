@@ -115,13 +115,9 @@ CASES += [(name, layout) for name in ("own_scale", "same_scale") for layout in (
 CASES_OF_FOUR = [("own_rate", layout) for layout in ("tp2_zero1", "tp2_zero3", "pp2_zero1", "pp2_dp2")]
 
 
-def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
-    return user_loops.all_tried(BODIES, cases)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return user_loops.launched(main, BODIES, CASES, tmp_path_factory.mktemp("two"))
+    return user_loops.launched(user_loops.main_of(__name__), BODIES, CASES, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -132,4 +128,9 @@ def test_a_loop_that_never_clips(name: str, layout: str, runs: list[dict[str, An
 
 @pytest.mark.parametrize(("name", "layout"), CASES_OF_FOUR)
 def test_such_a_loop_on_two_axes(name: str, layout: str, tmp_path: Path) -> None:
-    user_loops.check(user_loops.launched(main, [], [(name, layout)], tmp_path, 4), name, layout, REFUSED[name])
+    user_loops.check(
+        user_loops.launched(user_loops.main_of(__name__), [], [(name, layout)], tmp_path, 4),
+        name,
+        layout,
+        REFUSED[name],
+    )

@@ -276,13 +276,9 @@ CASES += [(penalty.__name__, "dp2") for penalty in RIGHT_NUMBERS if "whole" not 
 REFUSED = {unlike.__name__ for unlike in (*UNLIKE, *UNLIKE_NUMBERS)}
 
 
-def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
-    return user_loops.all_tried(BODIES, cases)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return user_loops.launched(main, BODIES, CASES, tmp_path_factory.mktemp("two"))
+    return user_loops.launched(user_loops.main_of(__name__), BODIES, CASES, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -156,12 +156,10 @@ REST = set(CASES).difference(KEPT)
 CASES_OF_FOUR = [(name, layout) for name in OF_FOUR for layout in FOUR]
 
 
-def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
-    return user_loops.all_tried(BODIES, cases)
-
-
 def launched(cases: list[user_loops.Case], folder: Path, world_size: int) -> list[dict[str, Any]]:
-    return user_loops.launched(main, dict.fromkeys(name for name, _ in cases), cases, folder, world_size)
+    return user_loops.launched(
+        user_loops.main_of(__name__), dict.fromkeys(name for name, _ in cases), cases, folder, world_size
+    )
 
 
 @pytest.fixture(scope="module")

@@ -254,13 +254,11 @@ REST = set(CASES).difference(KEPT)
 BODIES = RIGHT | {name: body for name, (body, _) in REFUSED.items()}
 
 
-def main(rank: int, world_size: int, cases: list[user_loops.Case]) -> dict[str, Any]:
-    return user_loops.all_tried(BODIES, cases)
-
-
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return user_loops.launched(main, RIGHT, chosen(request, CASES), tmp_path_factory.mktemp("groups"))
+    return user_loops.launched(
+        user_loops.main_of(__name__), RIGHT, chosen(request, CASES), tmp_path_factory.mktemp("groups")
+    )
 
 
 @pytest.mark.parametrize(("name", "layout"), [pytest.param(*case, marks=slow_if(case, REST)) for case in CASES])
