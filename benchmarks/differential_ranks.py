@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from trainer_cases import ENV, zero_gradients
 from transformers import TrainerCallback
 
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 
 
 TOLERANCE = 1e-5

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.errors import ConfigError, RankMismatchError, UnsupportedError
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 IGNORED_LABEL = -100

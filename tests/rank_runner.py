@@ -147,7 +147,7 @@ def _close_groups_that_nobody_holds() -> None:
     """Before a run makes its groups, close those of earlier runs of this process: each keeps three threads of gloo polling."""
     import torch.distributed as dist
 
-    from hf_parallel.mesh import Mesh
+    from hf_parallel.mesh.groups import Mesh
 
     gc.freeze()  # what was imported is not looked at again
     maps = dist.distributed_c10d._world.pg_map

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_parallel.checkpoints import memory
 from hf_parallel.errors import CheckpointError, UnsupportedError
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.node_wire import NodeWire
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.monitor.recorder import Recorder, silent
 from hf_parallel.settings.replica_sections import (
     BIASED,

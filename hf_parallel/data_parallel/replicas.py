@@ -23,7 +23,7 @@ from hf_parallel.data_parallel.wire import Comparing, Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.monitor.recorder import Recorder
 
 

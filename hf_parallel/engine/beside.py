@@ -20,13 +20,13 @@ from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.engine.run.pipeline_inputs import REFUSED, unserved_outputs
 from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
 from hf_parallel.guards.meeting import meeting_of_copy
-from hf_parallel.mesh import Mesh
+from hf_parallel.hangs.watchdog import Watchdog
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
 from hf_parallel.settings.sections import ActivationCheckpointingConfig, MonitorConfig, PipelineConfig
-from hf_parallel.watchdog import Watchdog
 
 
 WHOLE = "Leave it out of accelerator.prepare() and move it to the device yourself: then every rank has all of it."

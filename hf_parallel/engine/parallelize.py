@@ -42,15 +42,15 @@ from hf_parallel.engine.transform import (
 from hf_parallel.engine.weights import LateWeights, begin_alike_on_all, prepare_late_weights, warn_of_waste
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.weights.start import Start
+from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.logs import told_if_slow
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.support import refuse_model
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.watchdog import Watchdog
 
 
 logger = logging.getLogger(__name__)

@@ -23,16 +23,16 @@ from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.engine.run.direct import Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
-from hf_parallel.links import Links
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.hangs.watchdog import Watchdog
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.placement import Placement, Sent, map_of, place
+from hf_parallel.mesh.ranks import compare_settings, links_here
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.placement import Placement, Sent, map_of, place
-from hf_parallel.ranks import compare_settings, links_here
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world
 from hf_parallel.settings.together import other_sums
-from hf_parallel.watchdog import Watchdog
 
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.guards.weights.start import Start, begin_alike, refuse_unlike_parts
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.model.meta import off_meta
 from hf_parallel.model.narrow import with_fewer_words
 from hf_parallel.tensor_parallel.plan.plan_for import (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.errors import RankMismatchError, UnsupportedError
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 if TYPE_CHECKING:

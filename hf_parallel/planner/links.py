@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_parallel.links import NETWORK, NODE, Links
-from hf_parallel.mesh_shape import MeshShape
-from hf_parallel.placement import Placement, Sent
+from hf_parallel.mesh.links import NETWORK, NODE, Links
+from hf_parallel.mesh.placement import Placement, Sent
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.planner.cost import unrepeated
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.problems import locate, rewritten, sections_of
 from hf_parallel.settings.replica_sections import (
     DataParallelConfig,

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.links import Links
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.values import MAX_SIZE, Section, Size, number
 
 

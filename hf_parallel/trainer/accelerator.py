@@ -26,7 +26,7 @@ from hf_parallel.engine.run.direct import Autocast, Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.guards.gradients.direct import through_stages
-from hf_parallel.mesh import backend_for
+from hf_parallel.mesh.groups import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS

@@ -14,13 +14,13 @@ from transformers import Trainer
 from hf_parallel.compat.private_quantised import quantised_bits
 from hf_parallel.compat.private_transformers import attention_of, set_train_batch_size
 from hf_parallel.errors import ConfigError
-from hf_parallel.links import Links
 from hf_parallel.machine.facts import this_machine
-from hf_parallel.one_rank import on_rank_zero
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.one_rank import on_rank_zero
+from hf_parallel.mesh.ranks import links_here
 from hf_parallel.planner.here import cluster_here, row_length
 from hf_parallel.planner.recipe import rows_of, settings_of
 from hf_parallel.planner.search import Plan, plan
-from hf_parallel.ranks import links_here
 from hf_parallel.settings.config import HFParallelConfig
 
 

@@ -36,9 +36,9 @@ from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.expert_parallel.plan import refuse_without_experts
 from hf_parallel.memory.disk import disk_shortages
+from hf_parallel.mesh.ranks import compare_settings, ranks_per_node
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.ranks import compare_settings, ranks_per_node
 from hf_parallel.settings.accumulation import accumulation_for, accumulation_steps
 from hf_parallel.settings.asynchronous_rules import clipped_alone, fp16_ahead, too_few
 from hf_parallel.settings.config import HFParallelConfig

@@ -44,7 +44,7 @@ from hf_parallel.checkpoints.state.training_state import TENSORS, Snapshot, snap
 from hf_parallel.checkpoints.weights.gather import tensor_names
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.settings.sections import CheckpointConfig
 from hf_parallel.trainer.restarts import RestartMixin
 from hf_parallel.trainer.user_code import answers

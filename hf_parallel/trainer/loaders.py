@@ -15,9 +15,9 @@ from transformers.trainer_utils import seed_worker
 
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError
-from hf_parallel.mesh import Mesh
+from hf_parallel.hangs.watchdog import Watchdog
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.trainer.stream_rows import count_rows
-from hf_parallel.watchdog import Watchdog
 
 
 @dataclass

@@ -36,8 +36,8 @@ from hf_parallel.compat.private_accelerate import prepared_by
 from hf_parallel.engine.run.direct import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import CheckpointError
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.model_folder import whole_state, write_model
 from hf_parallel.trainer.prepared import bare_optimizer

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
 
-from hf_parallel.links import Links
-from hf_parallel.one_rank import on_rank_zero
-from hf_parallel.placement import Sent
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.one_rank import on_rank_zero
+from hf_parallel.mesh.placement import Sent
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.links import sent_of_ranks

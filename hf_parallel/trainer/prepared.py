@@ -16,7 +16,7 @@ from hf_parallel.engine.gradients.sync import GradientSync
 from hf_parallel.guards.optimizers.parts import refuse_groups
 from hf_parallel.guards.optimizers.stepping import OwnHooks
 from hf_parallel.guards.weights.state_dicts import marked_state, plain_state
-from hf_parallel.watchdog import Watchdog
+from hf_parallel.hangs.watchdog import Watchdog
 
 
 class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from accelerate.utils import recursively_apply, reduce
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.trainer.loaders import Place
 from hf_parallel.trainer.stream_rows import rows_of_last
 

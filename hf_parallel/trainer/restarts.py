@@ -22,7 +22,7 @@ from hf_parallel.checkpoints.memory import SHARED_MEMORY, memory_folder, remove_
 from hf_parallel.checkpoints.state.description import DESCRIPTION
 from hf_parallel.errors import CheckpointError, ConfigError
 from hf_parallel.machine.processes import identity_of
-from hf_parallel.ranks import ranks_per_node
+from hf_parallel.mesh.ranks import ranks_per_node
 from hf_parallel.settings.launch import launcher_pid
 from hf_parallel.settings.sections import CheckpointConfig
 from hf_parallel.trainer.resuming import ResumeMixin, step_of

@@ -30,7 +30,7 @@ from hf_parallel.checkpoints.weights.gather import check_config, load_weights
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import build_ledger
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.saving import SavingMixin
 
 

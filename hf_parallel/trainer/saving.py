@@ -21,8 +21,8 @@ from hf_parallel.checkpoints.weights.write import move_files, move_in, plan_expo
 from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.engine.weights import alike_on_replicas
 from hf_parallel.guards.weights.drift import refuse_drift
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.flags import agree_on_flags
 from hf_parallel.trainer.model_folder import is_whole, state_to_write
 from hf_parallel.trainer.prepared import bare_optimizer

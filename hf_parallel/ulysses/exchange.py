@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.compat.private_collectives import Exchange, all_gather_new
-from hf_parallel.mesh import backend_for
+from hf_parallel.mesh.groups import backend_for
 from hf_parallel.monitor.recorder import Recorder, silent
 
 

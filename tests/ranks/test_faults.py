@@ -128,7 +128,7 @@ def test_an_error_of_user_code_that_speaks_of_gloo_stays_what_it_is(layout: str,
 
 
 def told(rank: int, function: Any, **options: Any) -> str:
-    from hf_parallel.one_rank import on_rank_zero
+    from hf_parallel.mesh.one_rank import on_rank_zero
 
     try:
         return repr(on_rank_zero(function, "tries", **options))

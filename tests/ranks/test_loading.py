@@ -27,8 +27,8 @@ from hf_parallel.checkpoints.weights.unread import RECORD, Unread
 from hf_parallel.checkpoints.weights.write import plan_export, write_weights
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import Entry, Ledger
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 
 
 pytestmark = pytest.mark.long

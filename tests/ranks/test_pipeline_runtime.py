@@ -21,8 +21,8 @@ from thinning import in_turns
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.transport import DirectTransport, HostTransport, connect, make_transport

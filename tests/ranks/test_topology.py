@@ -25,10 +25,10 @@ from hf_parallel.data_parallel.replica_wire import ReplicaSettings, make_node_wi
 from hf_parallel.data_parallel.wire import PlainWire, Traffic
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.meeting import meeting_of_copy, meeting_of_replicas
-from hf_parallel.links import Links
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
-from hf_parallel.ranks import links_here
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.ranks import links_here
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.replica_sections import GradientCompressionConfig
 

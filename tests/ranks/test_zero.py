@@ -28,8 +28,8 @@ from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import build_ledger
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.replica_sections import ZeroConfig
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_parallel.batches import BatchCheck, count_targets, digest, num_rows, split_rows
 from hf_parallel.errors import ConfigError
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 
 
 @given(st.integers(1, 20), st.integers(1, 12))

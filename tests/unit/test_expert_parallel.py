@@ -25,7 +25,7 @@ from hf_parallel.expert_parallel import exchange
 from hf_parallel.expert_parallel.plan import find_kinds, plan_experts, refuse_without_experts
 from hf_parallel.memory.estimate import estimate
 from hf_parallel.memory.terms import Layout, ModelShape, Work
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.config import HFParallelConfig
 
 

@@ -19,8 +19,8 @@ from hf_parallel.checkpoints.state.residuals import method_of, restore_wire, wir
 from hf_parallel.data_parallel.compression.feedback import ErrorFeedback
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import build_ledger
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.replica_sections import GradientCompressionConfig
 from hf_parallel.tensor_parallel.layout import ShardSpec
 

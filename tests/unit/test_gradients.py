@@ -26,8 +26,8 @@ from hf_parallel.guards.gradients.arrivals import Arrivals
 from hf_parallel.guards.gradients.showing import ShownGradients
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.ledger import Ledger, build_ledger
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 

@@ -14,10 +14,10 @@ import pytest
 from rank_runner import run_ranks
 
 from hf_parallel.compat.private_collectives import record_collectives, record_prefix, write_record
-from hf_parallel.hangs import agreed_bound, blame, chain, is_measured, listed, moves
+from hf_parallel.hangs.blame import agreed_bound, blame, chain, is_measured, listed, moves
 from hf_parallel.machine.processes import birth_of, state_of
 from hf_parallel.machine.stacks import Frame, activity_of, main_stack, parse_stack, shown_stack
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 
 
 def waits(*awaits: int, age: float = 20.0, **more: Any) -> dict[str, Any]:

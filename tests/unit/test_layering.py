@@ -15,18 +15,18 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
 # Lowest first. A part is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
 LAYERS = [
-    {"errors", "hangs", "links", "logs", "machine", "mesh_shape", "noticeboard"},
-    {"compat", "mesh", "monitor", "one_rank", "ranks", "settings", "tensor_parallel"},
-    {"heartbeats", "placement"},
+    {"errors", "logs", "machine"},
+    {"mesh"},
+    {"compat", "monitor", "settings", "tensor_parallel"},
     {
         "batches",
         "checkpoints",
         "data_parallel.compression",
         "deepspeed",
+        "hangs",
         "head",
         "ledger",
         "pipeline_parallel.schedule",
-        "watchdog",
     },
     {"data_parallel", "model", "worker"},
     {"guards", "memory", "pipeline_parallel", "tensor_parallel.run", "ulysses"},
@@ -53,15 +53,11 @@ SHARED = {
     "machine",
     "settings",
     "compat",
-    "links",
     "mesh",
-    "mesh_shape",
     "monitor",
-    "one_rank",
     "model",
     "head",
     "ledger",
-    "placement",
 }
 
 
@@ -269,7 +265,7 @@ def test_packages_start_with_a_docstring_only() -> None:
         ("settings/config.py", "from hf_parallel.engine.plan.plans import Plans"),
         ("settings/config.py", "from hf_parallel import engine"),
         ("settings/config.py", "def f():\n    import hf_parallel.engine.plan.plans"),
-        ("mesh.py", "from hf_parallel.settings.recipes import KEY"),
+        ("mesh/groups.py", "from hf_parallel.settings.recipes import KEY"),
         ("tensor_parallel/run/apply.py", "from hf_parallel.pipeline_parallel.schedule.actions import Action"),
         ("tensor_parallel/run/apply.py", "from ...pipeline_parallel.schedule import actions"),
         ("tensor_parallel/run/apply.py", "from hf_parallel.tensor_parallel.plan.derive import Plan"),

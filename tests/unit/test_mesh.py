@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 
 
 SHAPES = st.builds(MeshShape, st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))

@@ -12,7 +12,7 @@ import torch
 
 from hf_parallel.engine.run.expected import Expected
 from hf_parallel.errors import ConfigError
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.monitor.recorder import MOST_PENDING, Recorder, Span, StepRecord, silent
 from hf_parallel.monitor.report.metrics import Job, exposed_s, metrics_of
 from hf_parallel.monitor.report.page import _scaling, write_report

@@ -11,9 +11,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from hf_parallel import noticeboard
-from hf_parallel.noticeboard import NoticeBoard
-from hf_parallel.watchdog import Watchdog
+from hf_parallel.hangs import noticeboard
+from hf_parallel.hangs.noticeboard import NoticeBoard
+from hf_parallel.hangs.watchdog import Watchdog
 
 
 NAMES = ["rank 0", "rank 1"]
@@ -184,7 +184,7 @@ def names():
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("hf_parallel"))
 # Registered first, so it runs last: what is there now is there when the interpreter is taken down.
 atexit.register(lambda: print("at the end", names()))
-from hf_parallel.watchdog import Watchdog
+from hf_parallel.hangs.watchdog import Watchdog
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
 guard = Watchdog(store.clone(), 0, ["rank 0", "rank 1"], 60.0)
 guard.start()

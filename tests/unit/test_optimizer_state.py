@@ -31,8 +31,8 @@ from hf_parallel.checkpoints.state.training_state import (
     write_snapshot,
 )
 from hf_parallel.errors import CheckpointError
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 

@@ -22,8 +22,8 @@ from hf_parallel.checkpoints.state.dcp import INDEX, TensorIndex, save_pieces
 from hf_parallel.checkpoints.state.pieces import Piece, boxes_of_run, is_writer, pieces_of
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.tensor_parallel.layout import Section, ShardSpec
 
 

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.links import FAST, NETWORK, NODE, Links
-from hf_parallel.mesh_shape import MeshShape
-from hf_parallel.placement import Placement, map_of, place
+from hf_parallel.mesh.links import FAST, NETWORK, NODE, Links
+from hf_parallel.mesh.placement import Placement, map_of, place
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import check_accelerate
 from hf_parallel.trainer.placing import sent_by

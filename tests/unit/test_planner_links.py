@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from hf_parallel.cli.plan_plot import draw_scaling, refuse_plot
 from hf_parallel.errors import ConfigError
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.planner.collectives import groups_of, orders_of, stays_on_node
 from hf_parallel.planner.guide import guide, rule_for
 from hf_parallel.planner.hardware import Cluster

@@ -19,9 +19,9 @@ from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.plan.stages import cut_costs
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import build_ledger
-from hf_parallel.links import Links
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.model.probes import Probes
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages

@@ -20,8 +20,8 @@ from hf_parallel.checkpoints.reader import MOST_OPEN, Reader
 from hf_parallel.checkpoints.weights import gather as weights
 from hf_parallel.checkpoints.weights.converted import conversion_of
 from hf_parallel.ledger import build_ledger
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 
 
 PACKAGE = Path(weights.__file__).parent

@@ -16,8 +16,8 @@ from hf_parallel.checkpoints.manifest import FileRecord, load_manifest, write_ma
 from hf_parallel.checkpoints.memory import make_memory_folder, memory_folder, remove_memory_folder
 from hf_parallel.compat.private_rendezvous import NAMED, agreed_name, separate_starts
 from hf_parallel.errors import CheckpointError, ConfigError
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.accumulation import accumulation_for
 from hf_parallel.settings.sections import CheckpointConfig
 from hf_parallel.trainer.restarts import is_of_launch, refuse_memory

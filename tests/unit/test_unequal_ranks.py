@@ -21,10 +21,11 @@ from hf_parallel.engine.plan.rank_limits import RankLimits, products_per_s, rank
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import ConfigError, PlanError
+from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.ledger import build_ledger
-from hf_parallel.links import Links
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.model.samples import probe_samples
 from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs, stage_costs
@@ -35,7 +36,6 @@ from hf_parallel.pipeline_parallel.plan.stage_memory import StageMemory
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.watchdog import Watchdog
 
 
 # Ranks, schedule, stages on each of them, blocks: few enough for every cut to be tried.

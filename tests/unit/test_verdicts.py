@@ -25,7 +25,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_parallel.engine.plan import verdicts as verdicts_module
 from hf_parallel.engine.plan.verdicts import Verdicts, cache_folder, verdicts_of
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.identity import UnknownError, digest_of_batch, identity_of
 from hf_parallel.settings.config import HFParallelConfig

@@ -19,10 +19,10 @@ from rank_runner import RankError, run_ranks
 
 from hf_parallel.compat.private_collectives import blocked_collective, wait_for
 from hf_parallel.errors import ConfigError, RankFailure
-from hf_parallel.hangs import report
-from hf_parallel.heartbeats import IDLE, Heartbeats, Line, Seen, Stay
-from hf_parallel.noticeboard import NoticeBoard
-from hf_parallel.watchdog import EXIT_CODE, Watchdog
+from hf_parallel.hangs.blame import report
+from hf_parallel.hangs.heartbeats import IDLE, Heartbeats, Line, Seen, Stay
+from hf_parallel.hangs.noticeboard import NoticeBoard
+from hf_parallel.hangs.watchdog import EXIT_CODE, Watchdog
 
 
 NAMES = ["rank 0 (pp 0 of 2)", "rank 1 (pp 1 of 2)"]

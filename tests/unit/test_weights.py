@@ -17,8 +17,8 @@ from tp_models import ledger_of
 from hf_parallel.checkpoints.weights.converted import conversion_of
 from hf_parallel.checkpoints.weights.gather import check_config, load_weights, weight_files
 from hf_parallel.errors import CheckpointError
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 

@@ -20,7 +20,7 @@ from hf_parallel.data_parallel.fsdp_parts import first_row_of, is_part, local_of
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry, Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 SEPARATOR = "::"

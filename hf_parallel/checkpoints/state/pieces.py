@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_parallel.ledger import Entry
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_parallel.checkpoints.agree import everyone, together
 from hf_parallel.checkpoints.manifest import MANIFEST, FileRecord, record, write_manifest
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_parallel.checkpoints.agree import everyone, together
 from hf_parallel.checkpoints.folders import PROBE
 from hf_parallel.errors import CheckpointError
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 WAIT_S = 10.0  # for a file system that shows a new file a little later on other machines

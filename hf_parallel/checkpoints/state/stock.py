@@ -27,7 +27,7 @@ from hf_parallel.checkpoints.state.optimizer import MASTER_WEIGHT, PREFIX, SEPAR
 from hf_parallel.checkpoints.state.pieces import Piece
 from hf_parallel.checkpoints.state.small import RANDOM, SCALER, SCHEDULER, load_small, rng_file
 from hf_parallel.errors import CheckpointError
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 
 
 OPTIMIZER = "optimizer.pt"

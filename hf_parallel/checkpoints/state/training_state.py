@@ -39,8 +39,8 @@ from hf_parallel.checkpoints.state.restore import SavedState, restore
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.errors import CheckpointError, UnsupportedError
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.settings.replica_sections import GradientCompressionConfig
 
 

@@ -14,8 +14,8 @@ from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.data_parallel.fsdp_parts import local_of, rows_of
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry, Ledger
-from hf_parallel.mesh import Mesh
-from hf_parallel.one_rank import on_rank_zero
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.run.cut import with_dropped_names
 
 

@@ -19,7 +19,7 @@ from hf_parallel.data_parallel.fsdp_parts import local_of, rows_of, whole_of
 from hf_parallel.errors import CheckpointError
 from hf_parallel.guards.gradients.shown import plain_of
 from hf_parallel.ledger import Entry, Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 WEIGHTS = "model.safetensors"

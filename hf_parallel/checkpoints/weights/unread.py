@@ -22,7 +22,7 @@ from hf_parallel.checkpoints.weights.writer import Reader, Stored
 from hf_parallel.compat.torch_tools import move_everything, move_values_only
 from hf_parallel.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_parallel.ledger import Entry, Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.pipeline_parallel.run.cut import settle_placeholders
 from hf_parallel.settings.config import HFParallelConfig
 

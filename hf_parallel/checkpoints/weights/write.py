@@ -31,10 +31,10 @@ from hf_parallel.checkpoints.weights.writer import Stored, lay_out, read_header,
 from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.compat.private_transformers import weight_transforms, weights_left_out
 from hf_parallel.errors import CheckpointError
+from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.ledger import Ledger
 from hf_parallel.logs import told_if_slow
-from hf_parallel.mesh import Mesh
-from hf_parallel.watchdog import Watchdog
+from hf_parallel.mesh.groups import Mesh
 
 
 logger = logging.getLogger(__name__)

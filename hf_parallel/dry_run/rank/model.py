@@ -15,15 +15,15 @@ from hf_parallel.engine.parallelize import needs_probes
 from hf_parallel.engine.plan.plans import Plans, make_plans
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import ConfigError
-from hf_parallel.links import Links
+from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.memory.unread import build_on_meta
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.model.meta import off_meta
 from hf_parallel.model.probes import Probes
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.watchdog import Watchdog
 
 
 FOREVER_S = 1e9

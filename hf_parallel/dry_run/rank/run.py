@@ -37,18 +37,18 @@ from hf_parallel.engine.transform import (
 )
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.weights import buffers
+from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Precision, Work
-from hf_parallel.mesh import Mesh
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.groups import Mesh
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.run.messages import Receiver
 from hf_parallel.pipeline_parallel.run.stage import cut_stages
 from hf_parallel.pipeline_parallel.run.transport import TensorSpec
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.watchdog import Watchdog
 
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_parallel.data_parallel.fsdp_parts import is_part, local_of, rows_of
 from hf_parallel.ledger import Entry, Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 class Counted:

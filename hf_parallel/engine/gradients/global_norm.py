@@ -14,7 +14,7 @@ from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients.counted import Counted
 from hf_parallel.engine.gradients.told import SPREAD, ToldOverParts
 from hf_parallel.guards.gradients.norms import NormsOfShown
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 class GlobalNorm:

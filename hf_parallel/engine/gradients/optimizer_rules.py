@@ -17,7 +17,7 @@ from hf_parallel.guards.calls.reads import Reads
 from hf_parallel.guards.optimizers.crossing import CannotTry, crosses_parameters, draws_numbers, goes_by_place
 from hf_parallel.guards.optimizers.elementwise import known_names, treats_elements_alone
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 logger = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
 from hf_parallel.guards.weights.exchanged import WeightGuard
 from hf_parallel.guards.weights.replicas_alike import comparing_replicas
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.monitor.recorder import Recorder
 
 

@@ -16,7 +16,7 @@ from hf_parallel.guards.awaited import Awaited
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.weights.drift import WeightsOfSteps, refuse_unlike_drops, refuse_unlike_weights
 from hf_parallel.guards.weights.trained import TrainedWord, refuse_unlike_trained
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 SPREAD = 4  # numbers, the last ones, of which the other ranks of a model copy hear, too

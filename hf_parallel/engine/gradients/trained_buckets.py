@@ -12,7 +12,7 @@ from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.guards.weights.trained import SameChange
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 class TrainedBuckets:

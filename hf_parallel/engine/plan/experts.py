@@ -12,10 +12,10 @@ from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.expert_parallel.expert_plan import ExpertKind, ExpertPlan
 from hf_parallel.expert_parallel.plan import find_kinds, plan_experts, stack_owners
+from hf_parallel.mesh.one_rank import on_rank_zero
 from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks
-from hf_parallel.one_rank import on_rank_zero
 
 
 def spread_over(setup: Setup, probes: Probes, stand_in: StandIn | None) -> ExpertPlan:

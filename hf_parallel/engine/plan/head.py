@@ -18,10 +18,10 @@ from hf_parallel.engine.plan.shards import Shown
 from hf_parallel.errors import PlanError
 from hf_parallel.head.defer import LogitsDeferral
 from hf_parallel.head.tiles import Tiling
+from hf_parallel.mesh.one_rank import on_rank_zero
 from hf_parallel.model.fewer import with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.tensors import only_tensor
-from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 from hf_parallel.tensor_parallel.plan.trace import find_linears, replaced, run, undisturbed
 from hf_parallel.tensor_parallel.plan.vocab_plan import find_ends

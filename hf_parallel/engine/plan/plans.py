@@ -26,13 +26,13 @@ from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
 from hf_parallel.expert_parallel.expert_plan import ExpertPlan
 from hf_parallel.guards.weights.start import Start
 from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.mesh.ranks import compare_over_ranks
 from hf_parallel.model.fewer import Kept, may_need_fewer
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.predict_cut import Prediction, describe, predict
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
-from hf_parallel.ranks import compare_over_ranks
 from hf_parallel.tensor_parallel.plan.cost import report
 from hf_parallel.tensor_parallel.plan.vocab_plan import WHOLE_LOGITS
 from hf_parallel.tensor_parallel.run.vocab import labelled

@@ -15,9 +15,9 @@ from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
+from hf_parallel.mesh.ranks import ranks_per_node
 from hf_parallel.pipeline_parallel.plan.stage_memory import StageMemory, memory_of
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
-from hf_parallel.ranks import ranks_per_node
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 

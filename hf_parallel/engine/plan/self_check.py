@@ -20,10 +20,10 @@ from hf_parallel.engine.plan.shards import CHECKED, Shown
 from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
+from hf_parallel.mesh.one_rank import on_rank_zero
 from hf_parallel.model.fewer import Kept, fewer_blocks, with_blocks
 from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
-from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.plan.verify_stages import check_split, shares_parameters
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span, spans_of
 from hf_parallel.tensor_parallel.plan.repeated import Repetition, repeated, restricted

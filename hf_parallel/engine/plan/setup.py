@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from hf_parallel.engine.plan.verdicts import Verdicts
-from hf_parallel.mesh import Mesh
+from hf_parallel.hangs.watchdog import Watchdog
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.monitor.recorder import Recorder, silent
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
-from hf_parallel.watchdog import Watchdog
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 from hf_parallel.engine.plan.rank_limits import RankLimits, rank_limits, stage_memory
 from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
+from hf_parallel.mesh.one_rank import on_rank_zero
 from hf_parallel.model.fewer import with_blocks
 from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
-from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind, hooked_module, judge_backward
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind, Verdict, judge_loss

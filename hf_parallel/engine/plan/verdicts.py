@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import hf_parallel
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.model.identity import PACKAGES, UnknownError, digest_of_batch, identity_of
 from hf_parallel.settings.config import HFParallelConfig
 

@@ -27,7 +27,7 @@ from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.engine.run.window import COUNTS
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.optimizers.settings import Known
-from hf_parallel.mesh import new_group_of
+from hf_parallel.mesh.groups import new_group_of
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.run.live import Stream
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime

@@ -35,13 +35,13 @@ from hf_parallel.guards.calls.part_hooks import PartHooks
 from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.guards.weights.alike import CommonWeights
 from hf_parallel.guards.weights.buffers import MovingBuffers
+from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.head.labelled import LabelledOutput
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
-from hf_parallel.watchdog import Watchdog
 
 
 Autocast: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]

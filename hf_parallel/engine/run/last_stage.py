@@ -20,9 +20,9 @@ from hf_parallel.engine.run.microbatch_loss import Share
 from hf_parallel.guards.calls.batches import BatchDigests
 from hf_parallel.guards.optimizers.settings import Known
 from hf_parallel.guards.weights.freezing import Freezing
-from hf_parallel.mesh import Mesh
+from hf_parallel.hangs.watchdog import Watchdog
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
-from hf_parallel.watchdog import Watchdog
 
 
 class LastStage:

@@ -24,7 +24,7 @@ from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.calls.batches import Announced
 from hf_parallel.guards.gradients.aside import Made
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.model.tensors import ROWS_AGREE
 
 

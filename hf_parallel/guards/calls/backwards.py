@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_parallel.errors import RankMismatchError, UnsupportedError
 from hf_parallel.guards.awaited import on_its_way
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 TOLERANCE = 1e-5  # of one computation on the same kind of device

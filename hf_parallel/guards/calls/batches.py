@@ -22,7 +22,7 @@ from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.awaited import on_its_way
 from hf_parallel.guards.optimizers.settings import Known, OptimizerSettings
 from hf_parallel.guards.weights.alike import CommonWeights, bits_of
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 BITS = 52  # a digest is exact as a float64, in which losses travel

@@ -19,7 +19,7 @@ from hf_parallel.compat.private_torch import with_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.hooks import Hook, HookGuard
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 ABSENT = -(2**30)  # less than any number of hooks

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_torch import Onlooker, accumulation_hooks, gradient_hooks, version_of, with_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 Hook: TypeAlias = Callable[[Tensor], Tensor | None]

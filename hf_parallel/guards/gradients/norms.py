@@ -17,7 +17,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.parts import CountRule
 from hf_parallel.guards.gradients.shards import Shards
 from hf_parallel.guards.gradients.shown import refuse_part, root
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 class NormsOfShown:

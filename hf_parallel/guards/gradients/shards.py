@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 class Shards:

@@ -24,7 +24,7 @@ from hf_parallel.guards.gradients.shown import SharedGradient, plain_of
 from hf_parallel.guards.gradients.stand_ins import StandIns
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 NEVER_REDUCED = (

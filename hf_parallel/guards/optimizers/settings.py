@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 BITS = 48  # exact as a float64

@@ -17,7 +17,7 @@ from hf_parallel.batches import bytes_of
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.weights.trained import TrainedWord, refuse_unlike_trained
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 from hf_parallel.model.tensors import as_integers
 
 

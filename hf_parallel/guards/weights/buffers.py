@@ -22,7 +22,7 @@ from hf_parallel.compat.private_torch import is_persistent, own_buffers, version
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, meeting_of_replicas
 from hf_parallel.guards.untouched import Untouched
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 PATIENCE_S = MEETING_S

@@ -23,7 +23,7 @@ from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.weights.trained import RULE
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh, new_group_of
+from hf_parallel.mesh.groups import Mesh, new_group_of
 
 
 SAME, FROZEN, UNFROZEN = 0, 1, 2

@@ -21,7 +21,7 @@ from hf_parallel.guards.awaited import Awaited
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.weights.alike import Slot
 from hf_parallel.guards.weights.drift import drift_of, refuse_apart
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 ELEMENTS = 8  # that are looked at of a weight

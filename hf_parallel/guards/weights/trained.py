@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh.groups import Mesh
 
 
 PATIENCE_S = MEETING_S

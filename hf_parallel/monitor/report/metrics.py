@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hf_parallel.engine.run.expected import Expected
 from hf_parallel.errors import ScheduleError
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.monitor.recorder import Axis
 from hf_parallel.monitor.report.told import Stage, Told, axes_in_use, total_sent
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.monitor.recorder import COMPUTED, Span, StepRecord
 from hf_parallel.monitor.report.metrics import Job, bubbles_of_ranks, exposed_s, metrics_of
 from hf_parallel.monitor.report.picture import Arrow, Bar, beside, curve, timeline

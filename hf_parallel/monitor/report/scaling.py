@@ -10,11 +10,11 @@ import torch
 
 from hf_parallel.engine.run.direct import Engine
 from hf_parallel.machine.facts import this_machine
+from hf_parallel.mesh.ranks import ranks_per_node
 from hf_parallel.monitor.report.metrics import Job
 from hf_parallel.monitor.report.picture import LEFT, WIDTH, drawing, legend
 from hf_parallel.planner.here import cluster_here
 from hf_parallel.planner.scaling import scaling
-from hf_parallel.ranks import ranks_per_node
 
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.monitor.recorder import COMPUTED, Span, StepRecord
 
 

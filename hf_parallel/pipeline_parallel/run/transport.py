@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.mesh import backend_for
+from hf_parallel.mesh.groups import backend_for
 
 
 TransportKind: TypeAlias = Literal["auto", "direct", "host"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from hf_parallel.errors import PlanError
-from hf_parallel.one_rank import Waiting, on_rank_zero
+from hf_parallel.mesh.one_rank import Waiting, on_rank_zero
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 
-from hf_parallel.links import FAST, NETWORK, NODE, Links
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.links import FAST, NETWORK, NODE, Links
+from hf_parallel.mesh.shape import MeshShape
 
 
 KINDS = (NETWORK, NODE, FAST)  # the slowest first

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hf_parallel.compat.private_collectives import blocked_collective, blocked_ranks
-from hf_parallel.hangs import LOOK_S, STEPS
+from hf_parallel.hangs.blame import LOOK_S, STEPS
+from hf_parallel.hangs.noticeboard import NoticeBoard
 from hf_parallel.machine.processes import birth_of, host_identity, state_of
 from hf_parallel.machine.stacks import activity_of, main_stack, shown_stack
-from hf_parallel.noticeboard import NoticeBoard
 
 
 IDLE = "runs outside hf_parallel (data loading, user code)"
@@ -112,7 +112,7 @@ def see(line: Line, phase: str, stay: Stay) -> Seen:
 
 
 def noted(seen: Seen, age: float, bound: float | None) -> dict[str, Any]:
-    """The message to the other ranks about what this rank does (see `hangs`)."""
+    """The message to the other ranks about what this rank does (see `blame`)."""
     line = seen.line
     return {
         "waits": line.waits,

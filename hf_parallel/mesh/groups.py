@@ -1,4 +1,4 @@
-"""The process groups of this rank along the axes of the mesh, whose ranks `mesh_shape` numbers."""
+"""The process groups of this rank along the axes of the mesh, whose ranks `shape` numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import cached_property
 import torch.distributed as dist
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.links import Links
-from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.mesh.links import Links
+from hf_parallel.mesh.shape import MeshShape
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.links import Links
+from hf_parallel.mesh.links import Links
 
 
 logger = logging.getLogger(__name__)

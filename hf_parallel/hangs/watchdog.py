@@ -2,7 +2,7 @@
 
 Each rank keeps one line of status ("waits at stage 1 for the activation of microbatch 3 from stage 0"), one assignment for each
 action. A thread publishes it to the job's key-value store, with the stack of a rank that stays in one line. When this rank
-has waited for another one longer than its steps explain (`hangs`), the thread reads everybody's line, follows who waits for
+has waited for another one longer than its steps explain (`blame`), the thread reads everybody's line, follows who waits for
 whom, prints who holds up the job and where it is, and ends the process; the launcher then takes the rest of the job down.
 Where what the others do was never measured (saving, evaluating, user code), it prints who is waited for, and ends the job
 only after `timeout_s`. A thread, because the main one may be inside a collective that never
@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.compat.private_collectives import is_connection_loss, record_prefix, write_record
 from hf_parallel.errors import RankFailure
-from hf_parallel.hangs import STEPS, agreed_bound, blame, chain, is_measured, moves, report
-from hf_parallel.heartbeats import (
+from hf_parallel.hangs.blame import STEPS, agreed_bound, blame, chain, is_measured, moves, report
+from hf_parallel.hangs.heartbeats import (
     ENDING_S,
     IDLE,
     STORE_S,
@@ -49,8 +49,8 @@ from hf_parallel.heartbeats import (
     noted,
     see,
 )
+from hf_parallel.hangs.noticeboard import NoticeBoard
 from hf_parallel.machine.processes import birth_of, host_identity
-from hf_parallel.noticeboard import NoticeBoard
 
 
 if TYPE_CHECKING:
