@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.errors import ConfigError, RankMismatchError, UnsupportedError
 from hf_parallel.mesh.groups import Mesh
 
@@ -119,9 +119,7 @@ class BatchCheck:
         self._left -= 1
         device = next(v.device for b in batches for v in b.values() if isinstance(v, torch.Tensor))
         mine = torch.tensor([digest(batches)], dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.mp_size)]
-        dist.all_gather(everyone, mine, group=group)
-        refuse_unlike(self._mesh, [int(value) for value in everyone])
+        refuse_unlike(self._mesh, rows_of_ranks(mine, group).flatten().tolist())
 
 
 def refuse_unlike(mesh: Mesh, digests: Sequence[int]) -> None:
@@ -190,10 +188,8 @@ class RandomCheck:
         yield
         after = self._state()
         mine = torch.tensor([before, after], dtype=torch.int64, device=self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
-        dist.all_gather(everyone, mine, group=self._mesh.tp_group)
-        states = [(int(each[0]), int(each[1])) for each in everyone]
-        self._draws = self._draws or any(first != last for first, last in states)
+        states = [(one, other) for one, other in rows_of_ranks(mine, self._mesh.tp_group).tolist()]
+        self._draws = self._draws or any(one != other for one, other in states)
         if self._draws and len(set(states)) > 1:
             self._refuse(states)
 

@@ -16,6 +16,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import recursively_apply, reduce
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.compat.private_collectives import all_gather_new
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.trainer.loaders import Place
@@ -61,9 +62,7 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
         rows = tensor.clone()[None] if tensor.ndim == 0 else tensor  # [rows ...], a number is one row
         if self._mesh.dp_group is None:
             return rows
-        parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(self.num_processes)]
-        dist.all_gather(parts, rows.contiguous(), group=self._mesh.dp_group)
-        return torch.cat(parts)  # [replicas * rows ...]
+        return all_gather_new(rows, self._mesh.dp_group).flatten(0, 1)  # [replicas * rows ...]
 
     def _gathered_objects(self, data: Any) -> list[Any]:
         if self._mesh.dp_group is None:

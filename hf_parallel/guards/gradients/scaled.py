@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_parallel.compat.private_collectives import Pending, all_gather_flat
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.mesh.groups import Mesh
@@ -41,7 +42,7 @@ class StageFactors:
         self._mesh, self._settings = mesh, settings
         self.lag = 0
         self._taken: dict[str, Tensor] = {}
-        self._under_way: deque[tuple[list[Tensor], dist.Work | None, bool]] = deque()
+        self._under_way: deque[tuple[Tensor, Pending | None, bool]] = deque()
 
     def begin(self) -> None:
         """Begin anew for new gradients."""
@@ -73,8 +74,8 @@ class StageFactors:
         mine = torch.empty(2, dtype=torch.int64, device=device)
         mine[0].fill_(0 if word is None else word)
         mine[1].fill_(self._settings.word())
-        words = [torch.empty_like(mine) for _ in range(self._mesh.shape.pp_size)]
-        work = dist.all_gather(words, mine, group=group, async_op=self.lag > 0)
+        words = mine.new_empty(self._mesh.shape.pp_size, 2)
+        work = all_gather_flat(words.view(-1), mine, group, async_op=self.lag > 0)
         self._under_way.append((words, work, word is not None or device.type == "cpu"))
         while len(self._under_way) > self.lag:
             self._compare(*self._under_way.popleft())
@@ -88,14 +89,14 @@ class StageFactors:
         while self._under_way:
             self._compare(*self._under_way.popleft())
 
-    def _compare(self, words: list[Tensor], work: dist.Work | None, reads: bool) -> None:
+    def _compare(self, words: Tensor, work: Pending | None, reads: bool) -> None:
         if work is not None:
             work.wait()
         if not reads:
             return
-        told_now = torch.stack(words).tolist()
+        told_now = words.tolist()
         self.refuse_unlike([factor for factor, _ in told_now])
-        if work is None and words[0].is_cpu:
+        if work is None and words.is_cpu:
             self._settings.refuse_unlike_stages([setting for _, setting in told_now])
 
     def word(self, power: Callable[[str], Tensor | None]) -> Tensor | None:
