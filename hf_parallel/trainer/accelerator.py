@@ -34,6 +34,7 @@ from hf_parallel.trainer.loaders import dispatch_to_replicas, shard_over_replica
 from hf_parallel.trainer.model_folder import Counts, counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin
+from hf_parallel.trainer.user_code import is_users_function
 
 
 def refuse_in_loop(config: HFParallelConfig) -> None:
@@ -308,6 +309,11 @@ class HFParallelAccelerator(ReplicaViewMixin):
         Raises:
             UnsupportedError: `parameters` is a part of the model.
         """
+        theirs = super().clip_grad_norm_
+        if is_users_function(
+            theirs
+        ):  # of a subclass, or put on the class; torch's clipping, which it ends in, knows the norm
+            return theirs(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         self.unscale_gradients()
         engine = self.hf_parallel_engine
         if engine.gradients.replicas.sharded is not None:

@@ -33,7 +33,7 @@ from hf_parallel.trainer.checkpoints import CheckpointMixin
 from hf_parallel.trainer.flags import logs_next
 from hf_parallel.trainer.monitoring import Timed, monitor_of
 from hf_parallel.trainer.own_loss import Judged, judge
-from hf_parallel.trainer.user_code import UserCode, answers, is_users
+from hf_parallel.trainer.user_code import UserCode, answers, is_users, is_users_function
 
 
 logger = logging.getLogger(__name__)
@@ -327,7 +327,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     # -- clipping ------------------------------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self.hf_parallel_session is None:
+        if self.hf_parallel_session is None or is_users_function(super()._clip_grad_norm):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 

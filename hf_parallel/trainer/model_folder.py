@@ -145,6 +145,8 @@ def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
 
 def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
     """Save as the model's own method does; where no rank holds the whole model, all must call it, without `state_dict`."""
+    if kwargs.get("state_dict"):  # stock empties it, and a `_save` of the caller's may go on with it
+        kwargs["state_dict"] = dict(kwargs["state_dict"])
     if is_whole(engine):
         engine.gradients.replicas.synchronise()
         return save(*args, **kwargs)

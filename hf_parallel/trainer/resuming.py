@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +33,7 @@ from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.saving import SavingMixin
+from hf_parallel.trainer.user_code import is_users_function
 
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,8 @@ class ResumeMixin(SavingMixin):
             check_config(folder, self.model.config)
             check_trainer_state(folder)
         self._load_held(folder, holdings)
+        given = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
+        self._load_more(super()._load_from_checkpoint, holdings, *given)
 
     def _require_seen(self, folder: Path) -> None:
         """Refuse a folder that only some ranks see; collective."""
@@ -113,7 +117,16 @@ class ResumeMixin(SavingMixin):
             return
         with self._together(folder, "look at the best checkpoint", writes=False):
             check_names(folder)
-        self._load_held(folder, self._holdings())
+        holdings = self._holdings()
+        self._load_held(folder, holdings)
+        self._load_more(super()._load_best_model, holdings)
+
+    def _load_more(self, method: Callable[..., None], holdings: Holdings, *args: Any) -> None:
+        """Run a user's method that loads weights, after ours: what it calls of stock reads the same ones again."""
+        if is_users_function(method):
+            method(*args)
+            if holdings.replicas is not None:
+                holdings.replicas.reloaded()
 
     def _reads(self, folder: Path) -> bool:
         """Whether weights are read here: one process leaves what the stock Trainer wrote to stock code."""
@@ -147,6 +160,10 @@ class ResumeMixin(SavingMixin):
             self._load_scheduler(folder / SCHEDULER, resumed.order)
         if isinstance(self._engine, PipelineEngine) and resumed.dropout_step is not None:
             self._engine.seeds.step = resumed.dropout_step
+        if is_users_function(
+            super()._load_optimizer_and_scheduler
+        ):  # stock, which it calls, finds no optimizer.pt here
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scheduler(self, path: Path, order: list[int]) -> None:
         if self.lr_scheduler is None:

@@ -26,6 +26,7 @@ from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.flags import agree_on_flags
 from hf_parallel.trainer.model_folder import is_whole, state_to_write
 from hf_parallel.trainer.prepared import bare_optimizer
+from hf_parallel.trainer.user_code import is_users_function, overrides
 
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class SavingMixin(Base):
         """Write the whole model as one Hugging Face folder. Each file is replaced only when complete.
 
         Collective, unless every rank holds the whole model: then, as under DDP, the rank that writes may call it alone.
+        A `save_model` of a user's class runs, and what it calls of stock comes back to `_save`.
 
         Raises:
             UnsupportedError: Only some ranks called it, and each holds a part of the model or `push_to_hub` is set.
@@ -132,25 +134,37 @@ class SavingMixin(Base):
         if self.hf_parallel_session is None:
             super().save_model(output_dir, _internal_call)
             return
-        folder = Path(output_dir or self.args.output_dir or ".")
-        if not _internal_call:  # else all ranks have agreed to save
-            if self._holds_whole(self.hf_parallel_session) and not self.args.push_to_hub:
+        own = super().save_model
+        if is_users_function(own):
+            if not self._holds_whole(self.hf_parallel_session):
+                self._prepare_saving()  # it may call `model.save_pretrained`
+            own(output_dir, **({"_internal_call": True} if _internal_call else {}))
+            return
+        self._save_model(Path(output_dir or self.args.output_dir or "."), _internal_call)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_model(self, folder: Path, _internal_call: bool) -> None:
+        session = self.hf_parallel_session
+        if session is not None and not _internal_call:  # else all ranks have agreed to save
+            if self._holds_whole(session) and not self.args.push_to_hub:
                 self._save_whole(folder)
                 return
-            self.hf_parallel_session.flags.meet("trainer.save_model()", reason="the ranks write the model together")
-        self.accelerator.attach_model(self.model)
-        self._synchronise()
-        if self._engine is not None:
-            self._engine.complete_config()
-        if streams(self.model):
+            session.flags.meet("trainer.save_model()", reason="the ranks write the model together")
+        self._prepare_saving()
+        if streams(self.model) and not overrides(self, "_save"):
             self._stream_folder(folder)
         else:
             state = self._state_to_write()
             with self._together(folder, "write the model"):
                 if self.args.should_save:
                     self._write_folder(folder, state)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _prepare_saving(self) -> None:
+        self.accelerator.attach_model(self.model)
+        self._synchronise()
+        if self._engine is not None:
+            self._engine.complete_config()
 
     def _holds_whole(self, session: Session) -> bool:
         """Whether this rank has the whole model, before it is attached too."""
@@ -205,7 +219,14 @@ class SavingMixin(Base):
                 (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
                 (folder / ARGUMENTS).write_text(self.args.to_json_string())
             return
+        own = super()._save
+        if state_dict is None:  # stock's `save_model`, which one of a user's class calls on every rank
+            self._save_model(folder, _internal_call=False)
+            return
         folder.mkdir(parents=True, exist_ok=True)
+        if is_users_function(own):
+            own(str(folder), state_dict=state_dict)
+            return
         if hasattr(self.model, "save_pretrained"):
             with _no_bar_for_nothing(state_dict):
                 self.model.save_pretrained(folder, state_dict=state_dict)

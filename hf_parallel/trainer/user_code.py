@@ -50,7 +50,7 @@ class UserCode:
             )
             engine.watching, options["gathered"] = stages.modes, stages.follow
         known = known_parts(model, **options)
-        self._known, self._makes_optimizer = known, _overrides(trainer, "create_optimizer")
+        self._known, self._makes_optimizer = known, overrides(trainer, "create_optimizer")
         in_parts = any(map(is_part, model.parameters()))
         if stages is None and known is None and not in_parts:
             return
@@ -65,9 +65,9 @@ class UserCode:
             call_event = _inside(engine.in_callback, call_event)
         self._replace(handler, "call_event", watched(call_event))
         for name in METHODS:
-            if _overrides(trainer, name):
+            if overrides(trainer, name):
                 self._replace(trainer, name, watched(getattr(trainer, name)))
-        if stages is not None and _overrides(trainer, "compute_loss"):
+        if stages is not None and overrides(trainer, "compute_loss"):
             self._replace(trainer, "compute_loss", stages.watch(trainer.compute_loss))
         if trainer.compute_metrics is not None:
             self._replace(trainer, "compute_metrics", watched(trainer.compute_metrics))
@@ -109,9 +109,14 @@ def answers(callback: TrainerCallback, event: str) -> bool:
     return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
 
 
-def _overrides(trainer: Trainer, name: str) -> bool:
+def overrides(trainer: object, name: str) -> bool:
     """Whether a method was put on the object or is one of a subclass; ours may be put over that."""
     return name in vars(trainer) or any(name in vars(kind) and _is_users(kind) for kind in type(trainer).__mro__)
+
+
+def is_users_function(function: Callable[..., Any]) -> bool:
+    """Whether a function, or the one that a method is, was defined neither by transformers, nor accelerate, nor us."""
+    return function.__module__.partition(".")[0] not in (*LIBRARIES, "accelerate")
 
 
 def _is_users(kind: type) -> bool:
