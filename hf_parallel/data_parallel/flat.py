@@ -101,6 +101,7 @@ class FlatShard:
         saved: During a step, what they were: tensor, elements, values.
         had_state: During a step, whether the optimizer had state of the elements before it.
         noted: Version of `master` when it was last changed by a step or by us.
+        times: Number of gradients that `master` has had, one after the other.
     """
 
     bucket: Bucket
@@ -117,6 +118,7 @@ class FlatShard:
     saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
     had_state: bool = True
     noted: int = 0
+    times: int = 0
 
     @property
     def is_copy(self) -> bool:

@@ -179,7 +179,7 @@ class ZeroPartition:
             self.host.wait()
         for shard, part in zip(self.shards, landed, strict=True):
             if shard.master.grad is None:
-                shard.master.grad = part
+                shard.master.grad, shard.times = part, shard.times + 1
             else:
                 shard.master.grad.add_(part)
 

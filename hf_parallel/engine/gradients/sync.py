@@ -34,7 +34,7 @@ from hf_parallel.engine.gradients.told import ToldOverParts
 from hf_parallel.engine.gradients.trained_buckets import TrainedBuckets
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.arrivals import Arrivals
-from hf_parallel.guards.gradients.hooks import HookGuard
+from hf_parallel.guards.gradients.hooks import HookGuard, of_one_pass
 from hf_parallel.guards.gradients.showing import ShownGradients
 from hf_parallel.guards.optimizers.copies import SettingsOfCopies
 from hf_parallel.guards.optimizers.crossing import keeps_by_place
@@ -120,6 +120,8 @@ class GradientSync:
         if self._weights is not None and not self.in_window:  # what is replaced later is noticed before the update
             self._weights.check()
         self.hooks.check()
+        if self.in_window and self.replicas.reduces_every_backward and self._mesh.shape.pp_size == 1:
+            self.hooks.refuse_accumulated()  # on stages they are asked when they run
         if self.replicas.sharded is not None:
             self.buckets.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
@@ -174,11 +176,7 @@ class GradientSync:
         mine = [s for s in zero.shards if any(p is parameter for p in s.bucket.params)] if zero is not None else []
         averaged = reduced is not None and self._mesh.shape.num_copies > 1
         if averaged or any(shard.master.grad is not None for shard in mine):
-            raise UnsupportedError(
-                f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) would see the gradient of "
-                "this backward pass only: that of earlier passes of the same step is averaged over the replicas already. Use "
-                "parameter.register_hook, or accumulate with accelerator.accumulate(model) and zero.stage below 2."
-            )
+            raise of_one_pass(name)
         return reduced
 
     def arm(self, factor: float | None, *, last: bool) -> None:

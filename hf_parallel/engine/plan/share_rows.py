@@ -11,6 +11,7 @@ from torch import nn
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
+from hf_parallel.guards.gradients.hooks import refuse_hooks
 from hf_parallel.model.fewer import may_need_fewer, with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks
@@ -49,9 +50,11 @@ def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> No
 
     Raises:
         PlanError: They differ; nothing was changed.
+        UnsupportedError: A parameter has a hook, which would see the gradient of this rank's tokens.
     """
     if shared is None or probes is None:
         return
+    refuse_hooks(setup.model.named_parameters(), setup.mesh.shape.sp_size)
     setup.watchdog.runs("compares the model on parts of each row with the whole one")
     judge_rows(setup.model, shared, probes)
 

@@ -7,7 +7,7 @@ gradient of the batch (`batch_hooks`). Hooks may be registered and removed at an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -50,10 +50,20 @@ class HookGuard:
         Raises:
             UnsupportedError: A hook on the accumulated gradient of a parameter of which this rank holds a shard.
         """
-        if self._mesh.model_group is None:
+        if self._mesh.model_group is None and self._mesh.sp_group is None:
             return
         for name in with_hooks(self._parameters.items()):
             self._adapt(name)
+
+    def refuse_accumulated(self) -> None:
+        """Refuse hooks on accumulated gradients in a step of which earlier passes are reduced.
+
+        Raises:
+            UnsupportedError: Names a parameter that has one.
+        """
+        for name in with_hooks(self._parameters.items()):
+            if not all(map(_is_ours, accumulation_hooks(self._parameters[name]).values())):
+                raise of_one_pass(name)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -109,10 +119,7 @@ class HookGuard:
         if not hooks and not after:
             return
         if self._mesh.sp_group is not None and not all(map(_is_ours, (*hooks.values(), *after.values()))):
-            raise UnsupportedError(
-                f"parameter {name} has gradient hooks with sp_size={self._mesh.shape.sp_size}: they would see the gradient of this "
-                "rank's tokens alone. Remove the hooks and change p.grad in on_pre_optimizer_step, or set sp_size to 1."
-            )
+            raise of_own_tokens(name, self._mesh.shape.sp_size)
         is_sharded = self._ledger.entries[name].spec is not None
         if is_sharded and after:
             self._refuse_accumulation(name, parameter)
@@ -160,6 +167,33 @@ class HookGuard:
         whole = self._assemble(name, gradient) / losses
         result = self.changed_by(name, hook, whole) * losses
         return spec.shard(result, self._mesh.parts.size, self._mesh.parts.rank).to(gradient.dtype)
+
+
+def refuse_hooks(parameters: Iterable[tuple[str, Tensor]], sp_size: int) -> None:
+    """Refuse hooks on parameters of a model whose rows ranks are to share, before anything is compared.
+
+    Raises:
+        UnsupportedError: Names a parameter that has one.
+    """
+    for name in with_hooks(parameters):
+        raise of_own_tokens(name, sp_size)
+
+
+def of_own_tokens(name: str, sp_size: int) -> UnsupportedError:
+    """The error about a hook that would see what a part of each row gives."""
+    return UnsupportedError(
+        f"parameter {name} has gradient hooks with sp_size={sp_size}: they would see the gradient of this "
+        "rank's tokens alone. Remove the hooks and change p.grad in on_pre_optimizer_step, or set sp_size to 1."
+    )
+
+
+def of_one_pass(name: str) -> UnsupportedError:
+    """The error about a hook that would see a part of what a step accumulates."""
+    return UnsupportedError(
+        f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) would see the gradient of "
+        "this backward pass only: that of earlier passes of the same step is averaged over the replicas already. Use "
+        "parameter.register_hook, or accumulate with accelerator.accumulate(model) and zero.stage below 2."
+    )
 
 
 class _OnWhole:

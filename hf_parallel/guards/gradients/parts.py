@@ -60,6 +60,13 @@ class _Part:
         if self.is_summand:
             refuse_summand(self.name)
 
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return ()  # a tensor of its own
+
+    def part_from(self) -> None:
+        self._owner.touch()
+
     def tensor(self) -> Tensor:
         raise NotImplementedError
 
@@ -131,6 +138,15 @@ class FlatGradient(_Part):
         self.owned, self.is_shard = owner.shards.owns(name), owner.shards.is_shard(name)
         self.gathered: Tensor | None = None
         self.pending: Tensor | None = None
+        self._partings = 0
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return self.shard.times, self._partings
+
+    def part_from(self) -> None:
+        super().part_from()
+        self._partings += 1
 
     def tensor(self) -> Tensor:
         if self.gathered is None:

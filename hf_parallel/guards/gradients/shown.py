@@ -32,17 +32,31 @@ class SharedGradient(Stand):
 
     part: Part
     sums: Sums
+    memory: tuple[int, ...]
     changed: Tensor | None  # a tensor of values made from the gradient, sharded alike; None: the gradient itself
 
     @staticmethod
     def of(like: Tensor, part: Part, sums: Sums, changed: Tensor | None = None) -> SharedGradient:
         """Stands for the gradient of `like`, or for `changed`."""
         made: SharedGradient = without_memory(SharedGradient, own_shape(like), like.dtype, like.device)
-        made.part, made.sums, made.changed = part, sums, changed
+        made.part, made.sums, made.memory, made.changed = part, sums, part.memory, changed
         return made
 
     def plain(self) -> Tensor:
-        return self.part.tensor() if self.changed is None else self.changed
+        return self.here().tensor() if self.changed is None else self.changed
+
+    def here(self) -> Part:
+        """The gradient's place.
+
+        Raises:
+            UnsupportedError: Other values have taken its place there.
+        """
+        if self.changed is None and self.memory != self.part.memory:
+            raise UnsupportedError(
+                f"a gradient of {self.part.name} that code has kept from before (g = p.grad, or p.grad.detach() without a copy) is used "
+                "with zero.stage above 0, where the optimizer's part has other values by now. Keep p.grad.clone()."
+            )
+        return self.part
 
     def read(self) -> Tensor:
         self.part.read()
@@ -83,12 +97,15 @@ class SharedGradient(Stand):
 
     @property
     def data(self) -> Tensor:
-        """Another stand-in, as torch's is another tensor with the same memory; what is assigned is written there."""
+        """Another stand-in, as torch's is another tensor with the same memory; what is assigned is kept apart from that."""
         return self.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
         with torch.no_grad():
+            if not self.part.is_summand:  # other tensors with the memory of before keep what they have
+                self.changed = self.plain().clone()
+                self.part.part_from()
             self.copy_(values)
 
     def _fitting_key(self, key: Any) -> Any:
@@ -104,7 +121,7 @@ class SharedGradient(Stand):
         return self.part.whole(value) if is_shard else value
 
     def _opened(self) -> Tensor:
-        return self.part.open() if self.changed is None else self.part.whole(self.changed)
+        return self.here().open() if self.changed is None else self.part.whole(self.changed)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,14 +142,16 @@ class SharedGradient(Stand):
         first: Any = args[0] if args else None
         if isinstance(first, SharedGradient):
             if func in SAME:
-                return SharedGradient.of(first, first.part, first.sums, first.changed)
+                same = SharedGradient.of(first, first.part, first.sums, first.changed)
+                same.memory = first.memory
+                return same
             if func in NORMS and (len(args) < 3 or not args[2]):
                 return PartialNorm.of([first], _type_of(args))
             if func is aten.add_.Tensor and first.changed is None and in_backward_pass():
                 first.part.arrive(args[1])
                 return first
             if first.changed is None and func in IN_PLACE and not any(_is_big(arg) for arg in args[1:]):
-                first.part.change(func, [plain_of(arg) for arg in args[1:]], kwargs)
+                first.here().change(func, [plain_of(arg) for arg in args[1:]], kwargs)
                 return first
         if func in (aten._foreach_norm.Scalar,) and all(isinstance(one, SharedGradient) for one in first):
             return [PartialNorm.of([one], _type_of(args)) for one in first]
@@ -156,7 +175,7 @@ class PartialNorm(Stand):
     @staticmethod
     def of(gradients: Sequence[SharedGradient], norm_type: float) -> PartialNorm:
         one = gradients[0]
-        powers = torch.stack([gradient.part.power(norm_type, gradient.changed) for gradient in gradients])
+        powers = torch.stack([gradient.here().power(norm_type, gradient.changed) for gradient in gradients])
         names, owned = (one.part.name,), (one.part.owned,)
         dtype = torch.promote_types(one.dtype, torch.float32)
         return PartialNorm._make((), dtype, one.device, powers, names, owned, norm_type, one.sums)

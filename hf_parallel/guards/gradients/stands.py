@@ -68,6 +68,15 @@ class Part(Protocol):
         """Notice that user code reads values; refused of a summand."""
         ...
 
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """Says where the gradient is: something else where other values have taken its place."""
+        ...
+
+    def part_from(self) -> None:
+        """Note that the parameter's gradient is somewhere else from now on."""
+        ...
+
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:
         """This rank's summand in a sum of powers (0-d, fp64): of the gradient, or of a tensor like it."""
         ...
