@@ -14,7 +14,7 @@ import pytest
 from rank_runner import run_ranks
 
 from hf_parallel.compat.private_collectives import record_collectives, record_prefix, write_record
-from hf_parallel.hangs.blame import agreed_bound, blame, chain, is_measured, listed, moves
+from hf_parallel.hangs.blame import agreed_bound, blame, chain, is_measured, listed, moves, report
 from hf_parallel.machine.processes import birth_of, state_of
 from hf_parallel.machine.stacks import Frame, activity_of, main_stack, parse_stack, shown_stack
 from hf_parallel.mesh.shape import MeshShape
@@ -215,3 +215,13 @@ def test_what_was_recorded_is_written_for_each_rank(tmp_path: Path) -> None:
     assert run_ranks(recorded_main, 2, str(tmp_path), tmp_path=tmp_path, env=env) == [True, True]
     for rank in range(2):
         assert "version" in pickle.loads((tmp_path / f"rank_{rank}").read_bytes())
+
+
+def test_ranks_that_wait_for_each_other_are_told_what_makes_them_disagree() -> None:
+    lines = {0: waits(1), 1: waits(0)}
+    text = report(["rank 0", "rank 1"], 0, "waits for the gradients", 12.0, lines, "monitor.hang_timeout_s=12")
+    assert "Every rank waits for others: they disagree about what comes next" in text
+    assert "replicas read unequal numbers of batches" in text
+    assert "If that rank is only slow" not in text
+    slow = report(["rank 0", "rank 1"], 0, "waits", 12.0, {0: waits(1), 1: runs()}, "monitor.hang_timeout_s=12")
+    assert "If that rank is only slow" in slow
