@@ -43,6 +43,9 @@ class GradientReducer:
             twice is reduced once.
         group: The group to sum over; None, or a group of one rank, applies the factor alone.
         traffic: Way in which they are sent.
+
+    Attributes:
+        compared: What the ranks of the group compare; None: nothing.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class GradientReducer:
         overlaps = traffic.overlaps and not alone
         self._pool = BufferPool(keeps=overlaps)  # it cannot see passes that add up without hooks on the parameters
         trained = [(name, p) for bucket in self._buckets for name, p in zip(bucket.names, bucket.params, strict=True)]
-        self._compared = (
+        self.compared = (
             traffic.compared(trained, group)
             if traffic.compared is not None and group is not None and not alone and trained
             else None
@@ -80,7 +83,7 @@ class GradientReducer:
 
     def _make_packer(self, *, lossy: bool) -> Packer:
         """What fills the buckets; flags and what is compared travel with them where they arrive as they are."""
-        compared = None if lossy else self._compared
+        compared = None if lossy else self.compared
         beside, num_beside = (None, 0) if compared is None else (compared.bits, compared.num_bits)
         return Packer(self._buckets, self._pool, flagged=not lossy, beside=beside, num_beside=num_beside)
 
@@ -133,10 +136,10 @@ class GradientReducer:
                 counted()
             bucket.unpack(item.sum, item.anywhere())
         sums, self._sums = self._sums, None  # part of a buffer that serves the next step
-        if self._compared is not None and sums is not None:
+        if self.compared is not None and sums is not None:
             if counted is not None:
                 counted()
-            self._compared.judge(sums)
+            self.compared.judge(sums)
 
     @torch.no_grad()
     def _start(self, index: int) -> None:
@@ -148,7 +151,7 @@ class GradientReducer:
         wait = wire.all_reduce(packed.flat, bucket)
         gradients, flags, beside = packed.flat.tensor_split([bucket.numel, bucket.numel + len(bucket.params)])
         self._under_way.append(UnderWay(gradients, packed.factor, packed.present, wait, begun, flags))
-        if index == 0 and self._compared is not None:
+        if index == 0 and self.compared is not None:
             self._sums = beside
 
     def _exchange_flags(self, wire: Wire, under_way: Sequence[UnderWay]) -> Wait:
@@ -156,8 +159,8 @@ class GradientReducer:
         present = [float(here) for item in under_way for here in item.present]
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         counts = sent_to(device, present)
-        if self._compared is not None:
-            counts = torch.cat([counts, self._compared.bits()])
+        if self.compared is not None:
+            counts = torch.cat([counts, self.compared.bits()])
             self._sums = counts[len(present) :]
         wait = wire.all_reduce(counts, None)
         counts = counts[: len(present)]

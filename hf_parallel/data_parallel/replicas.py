@@ -19,7 +19,7 @@ from hf_parallel.data_parallel.replica_wire import (
     make_node_wire,
     make_replica_wire,
 )
-from hf_parallel.data_parallel.wire import Comparing, Traffic
+from hf_parallel.data_parallel.wire import Compared, Comparing, Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
@@ -86,6 +86,11 @@ class Replicas:
     def _reducers(self) -> list[GradientReducer]:
         """The reducers of gradients that are not partitioned."""
         return [reducer for reducer in (self._reducer, self._experts) if reducer is not None]
+
+    @property
+    def compared(self) -> list[Compared]:
+        """What this rank compares with those that update the same weights by themselves."""
+        return [reducer.compared for reducer in self._reducers if reducer.compared is not None]
 
     @property
     def reduces_every_backward(self) -> bool:

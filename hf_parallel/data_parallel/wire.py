@@ -94,6 +94,14 @@ class Compared(Protocol):
         """Judge the sums of the bits over the ranks, f[num_bits]; all ranks call it alike."""
         ...
 
+    def updated(self) -> None:
+        """Look at what an optimizer has just updated."""
+        ...
+
+    def compare(self) -> None:
+        """Compare it now, without gradients; collective over the ranks."""
+        ...
+
 
 Comparing: TypeAlias = Callable[[Sequence[tuple[str, nn.Parameter]], dist.ProcessGroup], Compared]
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.checkpointing import load_custom_state, save_custom_state
+from transformers.utils import logging
 
 from hf_parallel.checkpoints.agree import everyone, together
 from hf_parallel.checkpoints.folders import STAGING, FileRecord, files_of, record
@@ -39,10 +40,12 @@ from hf_parallel.errors import CheckpointError
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
+from hf_parallel.trainer.drift import refuse_drift_of
 from hf_parallel.trainer.model_folder import whole_state, write_model
 from hf_parallel.trainer.prepared import bare_optimizer
 
 
+logger = logging.get_logger(__name__)
 LISTING = "hf_parallel_state.json"
 PARTS = "parts.pt"
 FORMAT = 1
@@ -68,10 +71,14 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
 
     Raises:
         CheckpointError: Something cannot be written; the same on every rank.
+        RankMismatchError: Replicas have different weights; on every rank.
     """
     engine, mesh = accelerator.hf_parallel_engine, accelerator.hf_parallel.mesh
     staging, waiting = folder / STAGING, engine.attachment.watchdog.waiting
     engine.gradients.replicas.synchronise()
+    said = refuse_drift_of(engine)
+    if said:
+        logger.warning("hf_parallel: %s", said)
     with waiting("waits for rank 0 to prepare the folder"), together(mesh, folder):
         if mesh.rank == 0:
             if not replaces and folder.exists():

@@ -140,6 +140,7 @@ class RawLoopAccelerator(HFParallelAccelerator):
         Raises:
             UnsupportedError: Only some ranks called it.
             CheckpointError: Something cannot be written; the same on every rank.
+            RankMismatchError: Replicas have different weights; on every rank.
         """
         self.hf_parallel.meeting.meet("accelerator.save_state()")
         project = self.project_configuration
@@ -175,6 +176,17 @@ class RawLoopAccelerator(HFParallelAccelerator):
                 raise ConfigError("accelerator.load_state() has no folder: there is none to pick. Pass input_dir.")
             input_dir = found[-1][1]
         load_loop_state(self, Path(input_dir).expanduser())
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all processes; then replicas compare what the last update has left: no step follows that would.
+
+        Raises:
+            RankMismatchError: It differs.
+        """
+        super().wait_for_everyone()
+        engine = self.hf_parallel.engine
+        if engine is not None:
+            engine.gradients.compare_replicas()
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of the model and of `objects`; another model may be prepared afterwards, or the same one again."""

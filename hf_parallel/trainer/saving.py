@@ -19,10 +19,9 @@ from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import has_adapters
 from hf_parallel.checkpoints.weights.write import move_files, move_in, plan_export, streams, write_weights
 from hf_parallel.compat.private_torch import id_of_storage
-from hf_parallel.engine.weights import alike_on_replicas
-from hf_parallel.guards.weights.drift import refuse_drift
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.mesh.shape import MeshShape
+from hf_parallel.trainer.drift import refuse_drift_of
 from hf_parallel.trainer.flags import agree_on_flags
 from hf_parallel.trainer.model_folder import is_whole, state_to_write
 from hf_parallel.trainer.prepared import bare_optimizer
@@ -103,18 +102,8 @@ class SavingMixin(Base):
             self._engine.gradients.replicas.synchronise()
 
     def _refuse_drift(self) -> None:
-        """Refuse weights that the replicas changed differently; collective. Parts of weights are on one rank only."""
-        engine = self._engine
-        if engine is None or engine.mesh.copies_group is None or engine.gradients.replicas.local is not None:
-            return
-        self._synchronise()
-        held, mesh = engine.attachment.parameters, engine.mesh
-        alike = list(alike_on_replicas(mesh, engine.attachment.ledger, held).values())
-        if engine.gradients.replicas.sharded is not None:
-            alike = [(mesh.dp_replicate_group, list(held))]  # the parts of one copy are all others
-        with self._waiting("waits for the other replicas to compare weights"):
-            said = refuse_drift([({name: held[name] for name in names}, group) for group, names in alike])
-            engine.gradients.told.compare_weights(engine.attachment.device)  # and what updates have overwritten
+        """Refuse weights that the replicas changed differently; collective."""
+        said = refuse_drift_of(self._engine) if self._engine is not None else ""
         if said and not self._hf_parallel_said_drift:
             self._hf_parallel_said_drift = True
             logger.warning("hf_parallel: %s", said)

@@ -5,6 +5,7 @@ If a row fails, a plain loop without clipping trains each replica's part of the 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,48 @@ def halves(loop: Loop) -> list[list[Any]]:
     return [parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]]
 
 
+def last_update(loop: Loop, own: float) -> None:
+    """The main process makes it at another rate, if `own` is not 1."""
+    loop.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.5))
+    for step in range(STEPS):
+        loop.backward(step)
+        if step == STEPS - 1 and loop.accelerator.is_main_process:
+            loop.optimizers[0].param_groups[0]["lr"] *= own
+        loop.step()
+    loop.accelerator.wait_for_everyone()
+
+
+def own_last_rate(loop: Loop) -> None:
+    last_update(loop, 0.5)
+
+
+def own_saved(loop: Loop) -> None:
+    """No step follows that would notice."""
+    last_update(loop, 1.0)
+    if loop.accelerator.is_main_process:
+        loop.named()["model.layers.0.mlp.up_proj.weight"].data.mul_(0.9)
+    loop.accelerator.save_state(f"{tempfile.gettempdir()}/refused")  # before anything is written
+
+
+@torch.no_grad()
+def own_file(loop: Loop) -> None:
+    """The main process puts an average in place to save it, while the others wait."""
+    with torch.enable_grad():
+        last_update(loop, 1.0)
+    before = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    if loop.accelerator.is_main_process:
+        for parameter in loop.model.parameters():
+            parameter.data.mul_(0.9)
+    loop.accelerator.wait_for_everyone()
+    loop.accelerator.wait_for_everyone()
+    for parameter, older in zip(loop.model.parameters(), before, strict=True):
+        parameter.data.copy_(older)
+
+
 OF_PARTS = (own_number, own_weights, own_scale, own_average, same_scale, own_drop)
 BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, *OF_PARTS)}
 BODIES |= {"clipped": looping(untouched, clips=True), "two_optimizers": two_optimizers}
+BODIES |= {"own_last_rate": own_last_rate, "own_saved": own_saved, "own_file": own_file}
 REFUSED = {
     "own_rate": "lr of parameter group 0 of the optimizer is",
     "own_number": "with other numbers than the other replicas",
@@ -104,13 +144,17 @@ REFUSED = {
         ("own_weights", "own_scale", "own_average"),
         "or changed weights, gradients or copies of them, with other numbers",
     ),
+    "own_saved": "differs between the replicas by",
+    "own_last_rate": "lr of parameter group 0 of the optimizer is",
     "own_drop": "dropped other gradients before an optimizer step than the other replicas",
 }
+TIED = "parameter model.embed_tokens.weight is held by"  # two stages, whose copies tell first
 CASES = [(name, f"zero{stage}") for name in ("untouched", "clipped", "own_rate") for stage in (1, 2, 3)]
 CASES += [("own_rate", layout) for layout in ("dp2", "tp2", "sp2", "sp2_zero1")]
 CASES += [*((body.__name__, "zero3") for body in OF_PARTS), ("two_optimizers", "zero3")]
 OF_COPIES = [body.__name__ for body in (own_weights, own_scale, own_drop)]
 CASES += [(name, "dp2") for name in ("untouched", "same_scale", *OF_COPIES)]
+CASES += [(name, "dp2") for name in ("own_last_rate", "own_saved", "own_file")]
 CASES += [(name, layout) for name in ("own_scale", "same_scale") for layout in ("zero1", "zero2")]
 CASES_OF_FOUR = [("own_rate", layout) for layout in ("tp2_zero1", "tp2_zero3", "pp2_zero1", "pp2_dp2")]
 
@@ -132,5 +176,5 @@ def test_such_a_loop_on_two_axes(name: str, layout: str, tmp_path: Path) -> None
         user_loops.launched(user_loops.main_of(__name__), [], [(name, layout)], tmp_path, 4),
         name,
         layout,
-        REFUSED[name],
+        REFUSED[name] if layout != "pp2_dp2" else TIED,
     )

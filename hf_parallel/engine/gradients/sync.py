@@ -7,9 +7,10 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.compat.private_torch import queue_after_backward
@@ -36,12 +37,11 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.arrivals import Arrivals
 from hf_parallel.guards.gradients.hooks import HookGuard, of_one_pass
 from hf_parallel.guards.gradients.showing import ShownGradients
-from hf_parallel.guards.optimizers.copies import SettingsOfCopies
 from hf_parallel.guards.optimizers.crossing import keeps_by_place
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
 from hf_parallel.guards.weights.exchanged import WeightGuard
-from hf_parallel.guards.weights.replicas_alike import comparing_replicas
+from hf_parallel.guards.weights.replicas_alike import AlikeReplicas
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.monitor.recorder import Recorder
@@ -93,23 +93,18 @@ class GradientSync:
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
-        compared = comparing_replicas(mesh, self.settings)
-        self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model, compared)
+        self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model, self._alike)
         self.updates = 0  # steps that optimizers have begun; alike on the ranks of a model copy
         self.states = OptimizerStates(ledger, self._parameters, self.replicas)
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
         self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
-        self._copies: SettingsOfCopies | None = None
-        updates_alone = not (partitions or settings.sharded is not None or settings.local_sgd.sync_every > 1)
-        if mesh.copies_group is not None and self._parameters and updates_alone and compared is None:
-            device = next(iter(self._parameters.values())).device
-            self._copies = SettingsOfCopies(mesh.copies_group, self.settings, device)
         self.replicas.before_reading += [self.states.settle, self._parts.judge, self.told.settle]
-        if self._copies is not None:
-            self.replicas.before_reading.append(self._copies.settle)
         self.buckets = TrainedBuckets(
             *(ledger, self._parameters, mesh), groups=self.groups, replicas=self.replicas, waiting=settings.waiting
         )
+
+    def _alike(self, named: Sequence[tuple[str, nn.Parameter]], ranks: dist.ProcessGroup) -> AlikeReplicas:
+        return AlikeReplicas(named, ranks, self.settings)
 
     def begin_forward(self) -> None:
         """Prepare a training forward pass: its weights must be those prepared, and hooks on parameters run in its backward pass.
@@ -312,7 +307,7 @@ class GradientSync:
             if sharded is not None:  # which puts its own parameters into the modules before `begin_forward`
                 model.register_forward_pre_hook(self._before_gathering, prepend=True)
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(lambda *args: self.told.updated())
+        optimizer.register_step_post_hook(self._after_update)
         optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
         self.replicas.adopt(optimizer, model)
         optimizer.register_step_pre_hook(self._tell_others)
@@ -378,5 +373,17 @@ class GradientSync:
     def _tell_others(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """After all that this rank can refuse by itself, which says more."""
         self.total_norm.tell_before(optimizer)
-        if self._copies is not None:
-            self._copies.before_step()
+
+    def compare_replicas(self) -> None:
+        """Compare what the last updates have left where replicas update the same weights by themselves; collective over them.
+
+        Raises:
+            RankMismatchError: Names a setting or a weight that differs, on each of the ranks that should have the same.
+        """
+        for compared in self.replicas.compared:
+            compared.compare()
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self.told.updated()
+        for compared in self.replicas.compared:
+            compared.updated()

@@ -3,6 +3,10 @@
 A checkpoint and the end of a Trainer compare them too (`drift`), but a loop of one's own may have neither. A digest of the settings and
 of a few elements of some weights, others in each step, rides on the first bucket of gradients, bit by bit: the sum of a bit is none
 or all of the ranks where they are alike. Only where it is not do the ranks look closer.
+
+The weights are those that the last update has left. What one rank changes after it may be meant for a file (an average that it saves), so
+nothing is compared before the next update has made it everybody's. Ranks with other parts of the model hear of a refusal by the end of
+those that raise it.
 """
 
 from __future__ import annotations
@@ -16,12 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import sent_to
-from hf_parallel.data_parallel.wire import Comparing
 from hf_parallel.guards.awaited import Awaited
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.weights.alike import Slot
 from hf_parallel.guards.weights.drift import drift_of, refuse_apart
-from hf_parallel.mesh.groups import Mesh
 
 
 ELEMENTS = 8  # that are looked at of a weight
@@ -29,19 +31,6 @@ WEIGHTS = 64  # that are looked at in a step, others in the next: what is unlike
 BITS = 24  # a difference stays unseen in one step of 16 millions
 EXACT = 256  # ranks up to which bf16 holds the sum of a bit
 MAX_PAUSE = 1024  # steps
-
-
-def comparing_replicas(mesh: Mesh, settings: OptimizerSettings) -> Comparing | None:
-    """Return what makes replicas compare them; None where some ranks are no replicas, which would not hear of what is found.
-
-    Args:
-        mesh: This rank's mesh.
-        settings: Settings of this rank's optimizers.
-    """
-    group = mesh.copies_group
-    if group is None or group.size() != dist.get_world_size() or mesh.shape.ep_size > 1:
-        return None
-    return lambda named, ranks: AlikeReplicas(named, ranks, settings)
 
 
 class AlikeReplicas:
@@ -63,6 +52,8 @@ class AlikeReplicas:
         parameters = [parameter for _, parameter in named]
         parts = range(-(-len(named) // WEIGHTS))
         self._slots = cycle([Slot(parameters[part :: len(parts)], ELEMENTS) for part in parts])
+        self._slot = next(self._slots)
+        self._updated: Tensor | int | None = None  # digest of the weights of the slot after the last update
         self._device = named[0][1].device
         self._places = torch.arange(BITS, device=self._device)
         self._awaited = Awaited(self._judge)
@@ -70,9 +61,21 @@ class AlikeReplicas:
         self.num_bits = BITS
 
     @torch.no_grad()
+    def updated(self) -> None:
+        """Look at the weights that an optimizer has just updated, without waiting for a GPU."""
+        self._updated = self._slot.digest()
+
     def bits(self) -> Tensor:
         """Return zeros and ones of this rank, f[BITS], without waiting for a GPU."""
-        digest = next(self._slots).digest() ^ self._settings.word()
+        if self._updated is None:
+            self.updated()
+        return self._taken()
+
+    @torch.no_grad()
+    def _taken(self) -> Tensor:
+        """The bits of the settings and of the last update, if none was taken since; other weights are next."""
+        digest = (0 if self._updated is None else self._updated) ^ self._settings.word()
+        self._slot, self._updated = next(self._slots), None
         if isinstance(digest, Tensor):
             return ((digest >> self._places) & 1).float()
         return sent_to(self._device, [float(digest >> place & 1) for place in range(BITS)])
@@ -85,6 +88,17 @@ class AlikeReplicas:
         """
         if sums.dtype.itemsize > 2 or self._group.size() <= EXACT:
             self._awaited.give(sums.float())
+
+    def compare(self) -> None:
+        """Compare what the last update has left, of which no bucket follows; collective over the replicas. Waits for a GPU.
+
+        Raises:
+            RankMismatchError: Names a setting or a weight that differs, on every rank.
+        """
+        sums = self._taken()
+        dist.all_reduce(sums, group=self._group)
+        self.judge(sums)
+        self._awaited.settle()
 
     def _judge(self, sums: Tensor) -> None:
         if self._steps_left:
