@@ -1,7 +1,8 @@
 """Finds out who holds up a job: from the last line of every rank to one summary that names the rank and what it does.
 
 A line is a mapping: `waits` (for other ranks), `text`, `age` in seconds, `awaits` (ranks, None if they are not known), `stack`,
-`measured` (whether steps that were measured say how long that may take), `bound` (seconds, as far as this rank measured).
+`measured` (whether steps that were measured say how long that may take), `bound` (seconds, as far as this rank measured), `done`
+(what it has done so far, in words).
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ Lines: TypeAlias = Mapping[int, Mapping[str, Any]]
 
 STEPS = 10  # longest recent steps that a wait may last
 LOOK_S = 2.0  # a line that is older is explained by the stack
+UNLIKE = (
+    "Code of a loop or a callback does on some ranks only what all must do alike (`if accelerator.is_main_process:`, a number of its "
+    "own batch): it skips optimizer.step(), runs the model once more, clips, freezes parameters or makes an optimizer."
+)
 
 
 def blame(lines: Lines, rank: int, world_size: int) -> tuple[list[int], list[int]]:
@@ -99,7 +104,8 @@ def report(
         lines.append("The job waits for: " + ", ".join(names[each] for each in stuck) + ".")
         lines.append(chain(names, path, heartbeats))
     else:
-        lines.append("Every rank waits for others: they disagree about what comes next.")
+        lines.append(f"Every rank waits for others: they disagree about what comes next. {UNLIKE}")
+        lines += [f"  {names[each]}: {line['done']}" for each, line in sorted(heartbeats.items()) if line.get("done")]
     lines += listed(names, heartbeats, "not known" if trouble else "never seen")
     if trouble:
         lines.append("Look at the network between the machines, and at what the ranks of the other machines say.")

@@ -45,11 +45,12 @@ class Line(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A line as the thread of the watchdog sees it: with what the stack says of one that lasts."""
+    """A line as the thread of the watchdog sees it: with what the stack says of one that lasts, and what the rank has done so far."""
 
     line: Line
     is_measured: bool
     stack: str
+    done: str = ""
 
 
 class StepTimes:
@@ -121,6 +122,7 @@ def noted(seen: Seen, age: float, bound: float | None) -> dict[str, Any]:
         "awaits": None if line.awaits is None else list(line.awaits),
         "measured": seen.is_measured,
         "stack": seen.stack,
+        "done": seen.done,
         "bound": bound,
     }
 

@@ -29,12 +29,13 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.compat.private_collectives import is_connection_loss, record_prefix, write_record
 from hf_parallel.errors import RankFailure
-from hf_parallel.hangs.blame import STEPS, agreed_bound, blame, chain, is_measured, moves, report
+from hf_parallel.hangs.blame import STEPS, UNLIKE, agreed_bound, blame, chain, is_measured, moves, report
 from hf_parallel.hangs.heartbeats import (
     ENDING_S,
     IDLE,
@@ -109,6 +110,7 @@ class Watchdog:
         self._made_beats: Heartbeats | None = None
         self._resting = self._stopped = False
         self._left: tuple[str, float] | None = None
+        self._done = Counter[str]()
 
     @property
     def _beats(self) -> Heartbeats:
@@ -147,6 +149,7 @@ class Watchdog:
     def ends_step(self) -> None:
         """Another optimizer step is done: the next one begins."""
         self._steps.end()
+        self._done["optimizer steps"] += 1
 
     @contextmanager
     def doing(self, text: str, *, in_steps: bool = False) -> Iterator[None]:
@@ -189,6 +192,7 @@ class Watchdog:
         self._begins_epoch = False
         if text:
             self.runs(text)
+            self._done[text.removeprefix("runs the ") + "es"] += 1
         try:
             with self.naming_losses(in_collective=False):
                 yield
@@ -225,7 +229,7 @@ class Watchdog:
         if ends:
             lost = ", ".join(f"{self._names[rank]}, which has {how}" for rank, how in ends.items())
         if any("SIGABRT" in how for how in ends.values()):
-            lost += " (gloo aborts when a tensor of another size arrives: has one rank a batch of another shape?)"
+            lost += f" (gloo aborts when a tensor of another size arrives: has one rank a batch of another shape? {UNLIKE})"
         text = self._line.text
         where = f" It {text}." if text != IDLE else ""
         return (
@@ -285,6 +289,7 @@ class Watchdog:
             excuse.note(self._line, now - looked - tick)
             looked = now
             seen = see(self._line, self._phase or ("begins an epoch" if self._begins_epoch else ""), stay)
+            seen = seen._replace(done=", ".join(f"{count} {what}" for what, count in sorted(self._done.items())))
             age = now - seen.line.since - excuse.seconds
             self._beats.publish(seen, age, self._steps.bound)
             if seen.line.waits and age > self._timeout_s:

@@ -82,6 +82,34 @@ def own_drop(loop: Loop, step: int) -> None:
         loop.named()["model.layers.0.mlp.up_proj.weight"].grad = None
 
 
+def own_clipping(loop: Loop, step: int) -> None:
+    if loop.accelerator.is_main_process and step == 1:
+        loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1e-3)
+
+
+def own_state(loop: Loop, step: int) -> None:
+    """As it was at first."""
+    if loop.accelerator.is_main_process and step == 1:
+        loop.optimizers[0].state.clear()
+
+
+def own_leftovers(loop: Loop) -> None:
+    """The main process adds the gradients of a step to those of the step before."""
+    loop.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.5))
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.optimizers[0].step()
+        if step or not loop.accelerator.is_main_process:
+            loop.optimizers[0].zero_grad()
+
+
+def leftovers(loop: Loop) -> None:
+    loop.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.5))
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.optimizers[0].step()
+
+
 def two_optimizers(loop: Loop) -> None:
     """Each told of once."""
     loop.prepare(*(torch.optim.SGD(half, lr=0.1) for half in halves(loop)))
@@ -110,6 +138,12 @@ def own_last_rate(loop: Loop) -> None:
     last_update(loop, 0.5)
 
 
+def own_last_weights(loop: Loop) -> None:
+    last_update(loop, 1.0)
+    own_weights(loop, 1)
+    loop.accelerator.wait_for_everyone()
+
+
 def own_saved(loop: Loop) -> None:
     """No step follows that would notice."""
     last_update(loop, 1.0)
@@ -133,15 +167,22 @@ def own_file(loop: Loop) -> None:
         parameter.data.copy_(older)
 
 
-OF_PARTS = (own_number, own_weights, own_scale, own_average, same_scale, own_drop)
+OF_PARTS = (own_clipping, own_state, own_number, own_weights, own_scale, own_average, same_scale, own_drop)
 BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, *OF_PARTS)}
 BODIES |= {"clipped": looping(untouched, clips=True), "two_optimizers": two_optimizers}
-BODIES |= {"own_last_rate": own_last_rate, "own_saved": own_saved, "own_file": own_file}
+BODIES |= {
+    "own_last_rate": own_last_rate,
+    "own_saved": own_saved,
+    "own_last_weights": own_last_weights,
+    "own_leftovers": own_leftovers,
+    "leftovers": leftovers,
+    "own_file": own_file,
+}
 REFUSED = {
     "own_rate": "lr of parameter group 0 of the optimizer is",
     "own_number": "with other numbers than the other replicas",
     **dict.fromkeys(
-        ("own_weights", "own_scale", "own_average"),
+        ("own_weights", "own_scale", "own_average", "own_clipping", "own_state", "own_leftovers", "own_last_weights"),
         "or changed weights, gradients or copies of them, with other numbers",
     ),
     "own_saved": "differs between the replicas by",
@@ -155,7 +196,12 @@ CASES += [*((body.__name__, "zero3") for body in OF_PARTS), ("two_optimizers", "
 OF_COPIES = [body.__name__ for body in (own_weights, own_scale, own_drop)]
 CASES += [(name, "dp2") for name in ("untouched", "same_scale", *OF_COPIES)]
 CASES += [(name, "dp2") for name in ("own_last_rate", "own_saved", "own_file")]
-CASES += [(name, layout) for name in ("own_scale", "same_scale") for layout in ("zero1", "zero2")]
+CASES += [(name, "zero3") for name in ("own_last_weights", "own_leftovers", "leftovers")]
+CASES += [
+    (name, layout)
+    for name in ("own_clipping", "own_state", "own_scale", "same_scale")
+    for layout in ("zero1", "zero2")
+]
 CASES_OF_FOUR = [("own_rate", layout) for layout in ("tp2_zero1", "tp2_zero3", "pp2_zero1", "pp2_dp2")]
 
 

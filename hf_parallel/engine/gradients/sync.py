@@ -16,6 +16,7 @@ from torch import nn
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.fsdp_parts import local_of
+from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients.changed_parts import ChangedParts
@@ -118,6 +119,8 @@ class GradientSync:
         if self.in_window and self.replicas.reduces_every_backward and self._mesh.shape.pp_size == 1:
             self.hooks.refuse_accumulated()  # on stages they are asked when they run
         if self.replicas.sharded is not None:
+            # Left by the step before: this one's are added to them.
+            NUMBERS.note(float(any(parameter.grad is not None for parameter in self._parameters.values())))
             self.buckets.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
 
@@ -253,6 +256,9 @@ class GradientSync:
 
         The coefficient is that of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1.
         """
+        NUMBERS.note_change(
+            "clip_grad_norm_", (max_norm, norm_type)
+        )  # a rank that does not clip meets the others in its step
         self.arrivals.put_back()
         with self.shown.withdrawn():
             norm = self.total_norm.of(norm_type)
@@ -349,6 +355,8 @@ class GradientSync:
         self.before_update()
         self._parts.refuse_changes()
         zero = self.replicas.zero
+        if zero is not None or self.replicas.sharded is not None:
+            NUMBERS.note(float(bool(optimizer.state)))  # cleared, or another optimizer's, on some ranks
         self.states.guard(optimizer)
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -382,6 +390,8 @@ class GradientSync:
         """
         for compared in self.replicas.compared:
             compared.compare()
+        if self.replicas.sharded is not None:
+            self.told.compare_weights(self.replicas.sharded.device)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.told.updated()

@@ -2,15 +2,18 @@
 
 A tied embedding is on two stages, a norm on every tensor-parallel rank. Noise that each rank draws for its own parameters,
 or an optimizer that rounds at random, would make them differ for ever. A few elements of each tell: such changes touch all
-of them. Their digests are part of messages that are sent anyway.
+of them. Their digests are part of messages that are sent anyway; of many norms each message has some, and what differs stays so.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.batches import bytes_of
@@ -22,9 +25,9 @@ from hf_parallel.model.tensors import as_integers
 
 
 ELEMENTS = 64  # of a parameter
-COPIES = 4  # parameters held by every tensor-parallel rank
+COPIES = 16  # parameters held by every tensor-parallel rank that a message is about, others than the one before
 BITS = 48  # exact as a float64, and never zero
-TRAINED = "requires_grad"
+COPIED, TRAINED = "copies", "requires_grad"
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -52,12 +55,15 @@ class CommonWeights:
         self._mesh, self._arriving = mesh, arriving
         self.names = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
         held = [[parameters[name]] if name in parameters else [] for name in self.names]
-        copies = [name for name in parameters if mesh.shape.stage_size > 1 and ledger.entries[name].spec is None]
-        if mesh.shape.stage_size > 1:
-            self.names += [copies[-1] if copies else "", TRAINED]
-            held.append([parameters[name] for name in copies[-COPIES:]])
         self._slots = [Slot(parameters) for parameters in held]
-        self._trained = [TrainedWord(parameters.values())] if mesh.shape.stage_size > 1 else []
+        self._copies: dict[str, nn.Parameter] = {}
+        self._trained: list[TrainedWord] = []
+        if mesh.shape.stage_size > 1:
+            self.names += [COPIED, TRAINED]
+            self._copies = {name: one for name, one in parameters.items() if ledger.entries[name].spec is None}
+            self._trained.append(TrainedWord(parameters.values()))
+        copies, parts = list(self._copies.values()), max(1, -(-len(self._copies) // COPIES))
+        self._turns = cycle([Slot(copies[part::parts]) for part in range(parts)])
 
     def digests(self) -> list[Tensor | int]:
         """A number of each slot (a 0-d i64 where the weights are on a GPU): zero where this rank holds nothing.
@@ -66,7 +72,8 @@ class CommonWeights:
         """
         if self._arriving():
             return [0 for _ in self.names]
-        return [*(slot.digest() for slot in self._slots), *(word.now() for word in self._trained)]
+        slots = [*self._slots, next(self._turns)] if self._trained else self._slots
+        return [*(slot.digest() for slot in slots), *(word.now() for word in self._trained)]
 
     def refuse_unlike(self, slots: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks of this model copy hold.
@@ -91,6 +98,8 @@ class CommonWeights:
         names = [self._mesh.shape.describe(rank) for rank in self._mesh.copy_ranks]
         if name == TRAINED:
             refuse_unlike_trained([names[rank] for rank in ranks])
+        if name == COPIED:
+            name = self._unlike_copy(ranks)
         shape = self._mesh.shape
         sizes = {"pp_size": shape.pp_size, "tp_size": shape.tp_size, "sp_size": shape.sp_size}
         shared = [key for key, size in sizes.items() if size > 1]
@@ -100,6 +109,14 @@ class CommonWeights:
             "another? a learning rate set on some ranks only? statistics that a hook keeps of this rank's part of a tensor?). Draw for "
             f"each parameter with a generator seeded by its name and the step, or set {' and '.join(shared)} to 1."
         )
+
+    def _unlike_copy(self, ranks: Sequence[int]) -> str:
+        """The first parameter that differs between ranks of this copy; collective over it."""
+        everyone: list[Any] = [None] * self._mesh.shape.mp_size
+        mine = {name: int(Slot([parameter]).digest()) for name, parameter in self._copies.items()}
+        dist.all_gather_object(everyone, mine, group=self._mesh.mp_group)
+        held = [everyone[rank] for rank in ranks]
+        return next((name for name in held[0] if len({each.get(name) for each in held}) > 1), next(iter(held[0])))
 
 
 class Slot:
