@@ -55,6 +55,13 @@ def own_weights(loop: Loop, step: int) -> None:
 
 
 @torch.no_grad()
+def own_norm(loop: Loop, step: int) -> None:
+    """The first of a model's many."""
+    if loop.accelerator.is_main_process and step == 1:
+        loop.named()["model.layers.0.input_layernorm.weight"].data.mul_(0.9)
+
+
+@torch.no_grad()
 def own_scale(loop: Loop, step: int) -> None:
     """By the loss of this replica's rows."""
     for parameter in loop.model.parameters():
@@ -90,6 +97,11 @@ def own_clipping(loop: Loop, step: int) -> None:
 def own_state(loop: Loop, step: int) -> None:
     """As it was at first."""
     if loop.accelerator.is_main_process and step == 1:
+        loop.optimizers[0].state.clear()
+
+
+def same_state(loop: Loop, step: int) -> None:
+    if step == 1:
         loop.optimizers[0].state.clear()
 
 
@@ -167,8 +179,8 @@ def own_file(loop: Loop) -> None:
         parameter.data.copy_(older)
 
 
-OF_PARTS = (own_clipping, own_state, own_number, own_weights, own_scale, own_average, same_scale, own_drop)
-BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, *OF_PARTS)}
+OF_PARTS = (own_clipping, own_number, own_weights, own_scale, own_average, same_scale, own_drop)
+BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, own_norm, own_state, same_state, *OF_PARTS)}
 BODIES |= {"clipped": looping(untouched, clips=True), "two_optimizers": two_optimizers}
 BODIES |= {
     "own_last_rate": own_last_rate,
@@ -182,16 +194,20 @@ REFUSED = {
     "own_rate": "lr of parameter group 0 of the optimizer is",
     "own_number": "with other numbers than the other replicas",
     **dict.fromkeys(
-        ("own_weights", "own_scale", "own_average", "own_clipping", "own_state", "own_leftovers", "own_last_weights"),
+        ("own_weights", "own_scale", "own_average", "own_clipping", "own_leftovers", "own_last_weights"),
         "or changed weights, gradients or copies of them, with other numbers",
     ),
     "own_saved": "differs between the replicas by",
     "own_last_rate": "lr of parameter group 0 of the optimizer is",
+    "own_norm": "parameter model.layers.0.input_layernorm.weight",
+    "own_state": "state of parameter group 0 of the optimizer is gone on",
     "own_drop": "dropped other gradients before an optimizer step than the other replicas",
 }
 TIED = "parameter model.embed_tokens.weight is held by"  # two stages, whose copies tell first
 CASES = [(name, f"zero{stage}") for name in ("untouched", "clipped", "own_rate") for stage in (1, 2, 3)]
 CASES += [("own_rate", layout) for layout in ("dp2", "tp2", "sp2", "sp2_zero1")]
+CASES += [("own_norm", "tp2"), ("own_norm", "sp2")]
+CASES += [(name, layout) for name in ("own_state", "same_state") for layout in ("dp2", "tp2", "zero3")]
 CASES += [*((body.__name__, "zero3") for body in OF_PARTS), ("two_optimizers", "zero3")]
 OF_COPIES = [body.__name__ for body in (own_weights, own_scale, own_drop)]
 CASES += [(name, "dp2") for name in ("untouched", "same_scale", *OF_COPIES)]

@@ -60,6 +60,29 @@ def test_what_one_step_used_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> 
         compare(both, monkeypatch)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_state_that_is_gone_on_one_stage_only_is_named(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that trains nothing has none at any time."""
+    both = [made(stage, [0.1, 0.2], by_block=False) for stage in range(2)]
+    states = [one._optimizers[0].state for one in both]
+    for state in states[:1] if frozen else states:
+        state["a parameter"]["momentum_buffer"] = torch.ones(1)
+    for one in both:
+        one.use()
+    compare(both, monkeypatch)
+    assert both[0].word() == both[1].word()
+    states[0].clear()
+    for one in both:
+        one.use()
+    if frozen:
+        compare(both, monkeypatch)
+        return
+    with pytest.raises(
+        RankMismatchError, match=r"state of parameter group 0 of the optimizer is gone on rank 0 and kept"
+    ):
+        compare(both, monkeypatch)
+
+
 def test_groups_of_blocks_have_rates_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     compare([made(stage, rates, by_block=True) for stage, rates in enumerate([[0.1, 0.2], [0.3, 0.4]])], monkeypatch)
 

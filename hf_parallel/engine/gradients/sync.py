@@ -355,8 +355,6 @@ class GradientSync:
         self.before_update()
         self._parts.refuse_changes()
         zero = self.replicas.zero
-        if zero is not None or self.replicas.sharded is not None:
-            NUMBERS.note(float(bool(optimizer.state)))  # cleared, or another optimizer's, on some ranks
         self.states.guard(optimizer)
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -395,5 +393,6 @@ class GradientSync:
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.told.updated()
+        self.settings.look_at_states()
         for compared in self.replicas.compared:
             compared.updated()

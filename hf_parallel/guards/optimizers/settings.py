@@ -4,6 +4,9 @@
 messages that are sent anyway: that in which the ranks compare what they backpropagated, what the stages tell each other before an
 optimizer steps, and the norm over the parts of ZeRO. Replicas that each update all weights send one by itself, in few steps. Only where
 digests differ do the ranks tell each other more.
+
+Whether an optimizer has lost its state since its last step (`optimizer.state.clear()`) counts as a setting, which one that never had any
+does not have.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from hf_parallel.mesh.groups import Mesh
 BITS = 48  # exact as a float64
 ROUNDING = 1e-3  # relative
 PLAIN = (int, float, str, tuple, list, type(None))  # a tensor on a GPU is not waited for
+
+STATE, KEPT, GONE = "state", "kept", "gone"
 
 Settings: TypeAlias = list[dict[str, str]]  # of the groups of one optimizer after the other
 Told: TypeAlias = tuple[
@@ -56,6 +61,7 @@ class OptimizerSettings:
         self._mesh = mesh
         self._kinds = {id(parameter): re.sub(r"\d+", "#", name) for name, parameter in parameters.items()}
         self._optimizers: list[Optimizer] = []
+        self._states: list[str] = []  # of each: kept, gone, or "" before there was any
         self._objects: list[Any] = []  # in the groups when `_now` was called last
         self._values: list[tuple[str, Any]] = []  # that `_last` spells
         self._mutable = False  # whether one of them may be changed in place
@@ -67,10 +73,18 @@ class OptimizerSettings:
         """Count the groups of another optimizer too."""
         if not any(one is optimizer for one in self._optimizers):
             self._optimizers.append(optimizer)
+            self._states.append("")
 
     def use(self) -> None:
         """Remember the settings that a step uses."""
+        self.look_at_states()
         self._used = self._now()
+
+    def look_at_states(self) -> None:
+        """See which optimizers have a state, before a step and after it."""
+        for index, optimizer in enumerate(self._optimizers):
+            has_any = any(not isinstance(state, Mapping) or len(state) for state in optimizer.state.values())
+            self._states[index] = KEPT if has_any else GONE if self._states[index] else ""
 
     def known(self) -> Known:
         """The settings of the last step, and those of now."""
@@ -164,7 +178,7 @@ class OptimizerSettings:
     def _now(self) -> _Spelled:
         """Spelled anew only where a value is another one: it is asked for several times a step."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        objects = [value for group in groups for value in group.values()]
+        objects = [*(value for group in groups for value in group.values()), *self._states]
         if len(objects) == len(self._objects) and all(map(operator.is_, objects, self._objects)) and not self._mutable:
             return self._last
         values = [
@@ -173,10 +187,17 @@ class OptimizerSettings:
             for key, value in group.items()
             if key != "params" and isinstance(value, PLAIN)
         ]
+        values += [(STATE, state) for state in self._states]
         self._objects, self._mutable = objects, any(isinstance(value, list) for _, value in values)
         if values != self._values:
             settings, self._values = self._spell(), values
-            self._last = _Spelled(settings, hashlib.blake2b(repr(settings).encode(), digest_size=8).digest())
+            states = [
+                state for one, state in zip(self._optimizers, self._states, strict=True) for _ in one.param_groups
+            ]
+            # A stage whose parameters are all frozen has none, which alone makes no difference.
+            text = repr(settings) + (repr(states) if GONE in states else "")
+            told = [group | ({STATE: state} if state else {}) for group, state in zip(settings, states, strict=True)]
+            self._last = _Spelled(told, hashlib.blake2b(text.encode(), digest_size=8).digest())
         return self._last
 
     def _spell(self) -> Settings:
@@ -205,7 +226,7 @@ class OptimizerSettings:
         said = " and ".join(f"{value} on {self._mesh.shape.describe(rank)}" for rank, value in (one, other))
         raise RankMismatchError(
             f"{key} of parameter group {index} of the optimizer is {said}: these ranks train one model together, and would change "
-            "it unlike each other. Code of a callback, a Trainer subclass or a loop changes param_groups, or steps the "
+            "it unlike each other. Code of a callback, a Trainer subclass or a loop changes param_groups, clears the state or steps the "
             "scheduler, on some ranks only (`if state.is_world_process_zero:`, `if accelerator.is_main_process:`). Do it on every "
             "rank; if the optimizer's own step computes it from gradients, use another optimizer."
         )
