@@ -100,6 +100,17 @@ def own_state(loop: Loop, step: int) -> None:
         loop.optimizers[0].state.clear()
 
 
+def same_moments(loop: Loop, step: int) -> None:
+    if step == 1:
+        for state in loop.optimizers[0].state.values():
+            state["momentum_buffer"].mul_(0.5)
+
+
+def own_moments(loop: Loop, step: int) -> None:
+    if loop.accelerator.is_main_process:
+        same_moments(loop, step)
+
+
 def same_state(loop: Loop, step: int) -> None:
     if step == 1:
         loop.optimizers[0].state.clear()
@@ -180,7 +191,10 @@ def own_file(loop: Loop) -> None:
 
 
 OF_PARTS = (own_clipping, own_number, own_weights, own_scale, own_average, same_scale, own_drop)
-BODIES = {body.__name__: looping(body) for body in (untouched, own_rate, own_norm, own_state, same_state, *OF_PARTS)}
+BODIES = {
+    body.__name__: looping(body)
+    for body in (untouched, own_rate, own_norm, own_state, same_state, own_moments, same_moments, *OF_PARTS)
+}
 BODIES |= {"clipped": looping(untouched, clips=True), "two_optimizers": two_optimizers}
 BODIES |= {
     "own_last_rate": own_last_rate,
@@ -194,7 +208,15 @@ REFUSED = {
     "own_rate": "lr of parameter group 0 of the optimizer is",
     "own_number": "with other numbers than the other replicas",
     **dict.fromkeys(
-        ("own_weights", "own_scale", "own_average", "own_clipping", "own_leftovers", "own_last_weights"),
+        (
+            "own_weights",
+            "own_scale",
+            "own_average",
+            "own_clipping",
+            "own_leftovers",
+            "own_moments",
+            "own_last_weights",
+        ),
         "or changed weights, gradients or copies of them, with other numbers",
     ),
     "own_saved": "differs between the replicas by",
@@ -212,7 +234,9 @@ CASES += [*((body.__name__, "zero3") for body in OF_PARTS), ("two_optimizers", "
 OF_COPIES = [body.__name__ for body in (own_weights, own_scale, own_drop)]
 CASES += [(name, "dp2") for name in ("untouched", "same_scale", *OF_COPIES)]
 CASES += [(name, "dp2") for name in ("own_last_rate", "own_saved", "own_file")]
-CASES += [(name, "zero3") for name in ("own_last_weights", "own_leftovers", "leftovers")]
+CASES += [("own_last_weights", "zero3")]
+CASES += [(name, f"zero{stage}") for name in ("own_leftovers", "leftovers") for stage in (1, 2, 3)]
+CASES += [(name, f"zero{stage}") for name in ("own_moments", "same_moments") for stage in (1, 2, 3)]
 CASES += [
     (name, layout)
     for name in ("own_clipping", "own_state", "own_scale", "same_scale")

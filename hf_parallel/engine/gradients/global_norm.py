@@ -78,19 +78,20 @@ class GlobalNorm:
 
     def tell_before(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step: what travels with a norm is told without one, if there was none since its last step."""
-        if self._has_parts and self._steps.get(optimizer, 0) == self._times_told:
+        if self.has_parts and self._steps.get(optimizer, 0) == self._times_told:
             self._summed(self.power_of([], 2.0), infinite=False)
         self._steps[optimizer] = self._times_told
 
     @property
-    def _has_parts(self) -> bool:
+    def has_parts(self) -> bool:
+        """Whether replicas share an optimizer."""
         return self._replicas.zero is not None or self._replicas.sharded is not None
 
     def _summed(self, total: Tensor, *, infinite: bool) -> Tensor:
         """What the ranks of a model copy count together (0-d, f64), after they have told each other what else they must."""
         self._times_told += 1
         told, group = None, self._mesh.model_group
-        if self._has_parts:
+        if self.has_parts:
             total, told = self._told.sum(total, infinite=infinite)
         if self._replicas.zero is not None and self._mesh.shape.ep_size > 1:
             group = self._mesh.mp_group  # the replicas that share experts share the optimizer too

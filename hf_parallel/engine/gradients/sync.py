@@ -7,7 +7,7 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,7 @@ class GradientSync:
         self._weights: WeightGuard | None = None
         self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self._parameters.items()}
         self.in_window = self.given_away = False
+        self._begins_step = True  # no forward pass was made since the last
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.settings = OptimizerSettings(mesh, parameters)
@@ -118,9 +119,10 @@ class GradientSync:
         self.hooks.check()
         if self.in_window and self.replicas.reduces_every_backward and self._mesh.shape.pp_size == 1:
             self.hooks.refuse_accumulated()  # on stages they are asked when they run
+        if self.total_norm.has_parts and self._begins_step:  # once, as replicas may cut their rows into other numbers of batches
+            self._begins_step = False
+            NUMBERS.note(float(any(owner.grad is not None for owner in self._owners())))  # this step's are added to them
         if self.replicas.sharded is not None:
-            # Left by the step before: this one's are added to them.
-            NUMBERS.note(float(any(parameter.grad is not None for parameter in self._parameters.values())))
             self.buckets.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
 
@@ -331,11 +333,13 @@ class GradientSync:
         here = parameter if sharded is None else sharded.now(parameter)
         return next((name for name, one in self._parameters.items() if one is here), None)
 
+    def _owners(self) -> Iterator[torch.Tensor]:
+        yield from (shard.master for shard in (self.replicas.zero.shards if self.replicas.zero is not None else ()))
+        yield from self._parameters.values()
+
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""
-        zero = self.replicas.zero
-        owners = [*self._parameters.values(), *(shard.master for shard in (zero.shards if zero is not None else []))]
-        return [local_of(owner.grad) for owner in owners if owner.grad is not None]
+        return [local_of(owner.grad) for owner in self._owners() if owner.grad is not None]
 
     def before_update(self) -> None:
         """Take over what user code made of the gradients, before a loss scaler or an optimizer looks at them.
@@ -392,6 +396,7 @@ class GradientSync:
             self.told.compare_weights(self.replicas.sharded.device)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._begins_step = True
         self.told.updated()
         self.settings.look_at_states()
         for compared in self.replicas.compared:

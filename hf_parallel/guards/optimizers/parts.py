@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from hf_parallel.data_parallel.flat import FlatShard, is_per_element
+from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.optimizers.states import Shown, StateOfPart
@@ -266,6 +267,7 @@ class _State(MutableMapping[Any, Any]):
             self[key]  # is known from now on
             place.hand_out(key, place.numbers[key][0], value)
             return
+        NUMBERS.note_change(str(key), ())
         mine, given = self._real[key][place.piece], value.as_subclass(Tensor)
         if given.shape == place.parameter.shape != mine.shape:
             part = place.shard.part_of(place.position, given)

@@ -30,6 +30,7 @@ BITS = 48  # exact as a float64
 ROUNDING = 1e-3  # relative
 PLAIN = (int, float, str, tuple, list, type(None))  # a tensor on a GPU is not waited for
 
+UNTOLD = ("params", "fused", "foreach")  # the last two choose kernels, and ours does so while a step runs
 STATE, KEPT, GONE = "state", "kept", "gone"
 
 Settings: TypeAlias = list[dict[str, str]]  # of the groups of one optimizer after the other
@@ -185,7 +186,7 @@ class OptimizerSettings:
             (key, _kept(value))
             for group in groups
             for key, value in group.items()
-            if key != "params" and isinstance(value, PLAIN)
+            if key not in UNTOLD and isinstance(value, PLAIN)
         ]
         values += [(STATE, state) for state in self._states]
         self._objects, self._mutable = objects, any(isinstance(value, list) for _, value in values)
@@ -202,7 +203,7 @@ class OptimizerSettings:
 
     def _spell(self) -> Settings:
         return [
-            {key: repr(value) for key, value in group.items() if key != "params" and isinstance(value, PLAIN)}
+            {key: repr(value) for key, value in group.items() if key not in UNTOLD and isinstance(value, PLAIN)}
             for optimizer in self._optimizers
             for group in optimizer.param_groups
         ]

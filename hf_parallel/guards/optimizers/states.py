@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.errors import UnsupportedError
 
 
@@ -42,17 +43,23 @@ ACROSS = frozenset(
 )
 
 
+IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"})
+
+
 class StateOfPart(Tensor):
     """The state of a part of a tensor as user code sees it: elements may be read and changed, but not compared."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ACROSS:
+        name = getattr(func, "__name__", "")
+        if name in ACROSS:
             raise UnsupportedError(
                 f"{func.__name__}() of an optimizer's state with tp_size or zero.stage above 0: this rank has a part of it, whose norms, "
                 "means and thresholds are not those of a parameter. Change the elements of optimizer.state.values() alike (moments to "
                 "zero, times a factor), or set tp_size to 1 and zero.stage to 0."
             )
+        if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            NUMBERS.note_change(name, _numbers((*args[1:], *(kwargs or {}).values())))  # of this rank's part
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -60,6 +67,12 @@ class StateOfPart(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _numbers(given: Iterable[Any]) -> Iterator[Tensor | float]:
+    for one in given:
+        if isinstance(one, int | float) or (isinstance(one, Tensor) and one.numel() == 1):
+            yield one.as_subclass(Tensor) if isinstance(one, Tensor) else one
 
 
 class Shown(MutableMapping[Any, Any]):
