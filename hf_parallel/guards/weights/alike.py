@@ -115,7 +115,7 @@ class CommonWeights:
         everyone: list[Any] = [None] * self._mesh.shape.mp_size
         mine = {name: int(Slot([parameter]).digest()) for name, parameter in self._copies.items()}
         dist.all_gather_object(everyone, mine, group=self._mesh.mp_group)
-        held = [everyone[rank] for rank in ranks]
+        held: list[dict[str, int]] = [everyone[rank] for rank in ranks]
         return next((name for name in held[0] if len({each.get(name) for each in held}) > 1), next(iter(held[0])))
 
 
