@@ -15,7 +15,10 @@ import tiny
 import torch
 import user_loops
 from rank_runner import RankError, run_ranks
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from user_loops import ENV, LAYOUTS, Loop
+
+from hf_parallel import HFParallelCallback
 
 
 pytestmark = pytest.mark.long
@@ -68,8 +71,13 @@ def average(loop: Loop) -> None:
         parameter.data.mul_(0.99)
 
 
+def freezes(loop: Loop) -> None:
+    for name, parameter in loop.named().items():
+        parameter.requires_grad_(not name.endswith("o_proj.weight"))
+
+
 BODIES: dict[str, Callable[[Loop], None]] = {
-    body.__name__: body for body in (own_weights, own_memory, own_moments, own_decay, untouched, average)
+    body.__name__: body for body in (own_weights, own_memory, own_moments, own_decay, untouched, average, freezes)
 }
 
 
@@ -105,8 +113,34 @@ def test_what_is_changed_on_one_replica_ends_the_job(name: str, layout: str, tex
     assert sum(text in report for report in reports.values()) >= 2, reports
 
 
+class Changes(TrainerCallback):
+    """Changes a weight on rank 0."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2 and state.is_world_process_zero:
+            model.model.layers[0].mlp.up_proj.weight.data.mul_(0.9)
+
+
+def trainer_main(rank: int, world_size: int, folder: str) -> None:
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=4, max_steps=8, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    callbacks = [Changes(), HFParallelCallback({"pp_size": 2, "pipeline": {"num_microbatches": 2}})]
+    Trainer(tiny.llama(), arguments, train_dataset=tiny.rows(64), callbacks=callbacks).train()
+
+
+def test_a_trainer_notices_it_before_it_saves(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r"up_proj\.weight differs between the replicas by [^']*each replica trains"
+    ) as caught:
+        run_ranks(trainer_main, 4, str(tmp_path / "run"), tmp_path=tmp_path, env=ENV, grace=15)
+    assert "in training_step" in str(caught.value), "at the end of training"
+
+
 @pytest.mark.parametrize("layout", ["pp2_dp2", "tp2_dp2", "ep2_dp4"])
-@pytest.mark.parametrize("name", ["untouched", "average"])
+@pytest.mark.parametrize("name", ["untouched", "average", "freezes"])
 def test_what_all_do_is_not_refused(name: str, layout: str, tmp_path: Path) -> None:
     experts = layout == "ep2_dp4"
     alone = run_ranks(loop_main, 1, name, "one", [0], experts, tmp_path=tmp_path, env=ENV, init_group=False)[0]
