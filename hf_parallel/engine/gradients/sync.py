@@ -119,9 +119,13 @@ class GradientSync:
         self.hooks.check()
         if self.in_window and self.replicas.reduces_every_backward and self._mesh.shape.pp_size == 1:
             self.hooks.refuse_accumulated()  # on stages they are asked when they run
-        if self.total_norm.has_parts and self._begins_step:  # once, as replicas may cut their rows into other numbers of batches
+        if (
+            self.total_norm.has_parts and self._begins_step
+        ):  # once, as replicas may cut their rows into other numbers of batches
             self._begins_step = False
-            NUMBERS.note(float(any(owner.grad is not None for owner in self._owners())))  # this step's are added to them
+            NUMBERS.note(
+                float(any(owner.grad is not None for owner in self._owners()))
+            )  # this step's are added to them
         if self.replicas.sharded is not None:
             self.buckets.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
