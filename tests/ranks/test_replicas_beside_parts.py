@@ -6,6 +6,8 @@ The other ranks lose them, and say who failed with what.
 from __future__ import annotations
 
 import re
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from rank_runner import RankError, run_ranks
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from user_loops import ENV, LAYOUTS, Loop
 
-from hf_parallel import HFParallelCallback
+from hf_parallel import HFParallelCallback, RankMismatchError
 
 
 pytestmark = pytest.mark.long
@@ -111,6 +113,22 @@ def test_what_is_changed_on_one_replica_ends_the_job(name: str, layout: str, tex
         run_ranks(loop_main, 4, name, layout, [0], layout == "ep2_dp4", tmp_path=tmp_path, env=ENV, grace=15)
     reports = dict(re.findall(r"(?ms)^rank (\d): (.*?)(?=^rank \d: |\Z)", str(caught.value)))
     assert sum(text in report for report in reports.values()) >= 2, reports
+
+
+def catching_main(rank: int, world_size: int, folder: str) -> None:
+    """Goes on after the error."""
+    sys.stderr = open(Path(folder) / f"stderr{rank}.txt", "w", buffering=1)  # noqa: SIM115  for the process's life
+    try:
+        loop_main(rank, world_size, "own_weights", "pp2_dp2", [0], False)
+    except RankMismatchError:
+        threading.Event().wait(60)
+
+
+def test_who_catches_the_error_ends_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="exited with code 86"):
+        run_ranks(catching_main, 4, str(tmp_path), tmp_path=tmp_path, env=ENV, grace=15)
+    said = "".join(file.read_text() for file in tmp_path.glob("stderr*.txt"))
+    assert re.search(r"because rank \d .* raised: parameter \S+ differs between the replicas by", said), said
 
 
 class Changes(TrainerCallback):

@@ -27,7 +27,7 @@ from hf_parallel.engine.plan.held import Table
 from hf_parallel.engine.run.expected import Expected
 from hf_parallel.engine.run.methods import install_methods
 from hf_parallel.engine.run.pipeline_inputs import refuse_attentions
-from hf_parallel.errors import UnsupportedError
+from hf_parallel.errors import RankMismatchError, UnsupportedError
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.batches import SharedBatch
 from hf_parallel.guards.calls.branches import refuse_hooks
@@ -155,9 +155,20 @@ class Engine:
             if self.ends_step:
                 self._buffers.end_step()
                 compare()
-                self.gradients.reduce(factor)
+                with self._leaving_others():
+                    self.gradients.reduce(factor)
             else:
                 self.gradients.accumulate(factor)
+
+    @contextlib.contextmanager
+    def _leaving_others(self) -> Iterator[None]:
+        """Around what the ranks with this part of the model refuse together: ranks with other parts wait for them."""
+        try:
+            yield
+        except RankMismatchError as error:
+            if self.mesh.shape.copy_size > 1:
+                self.attachment.watchdog.leaves_others(str(error))
+            raise
 
     def before_end(self) -> None:
         """Bring this pass's gradients to the parameters, if they are not there yet."""
