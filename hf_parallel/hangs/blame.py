@@ -111,9 +111,9 @@ def report(
         lines.append("Look at the network between the machines, and at what the ranks of the other machines say.")
     elif not stuck:
         lines.append(
-            "Code may have run on some ranks only (`if state.is_world_process_zero`): run it on all. Or replicas read unequal numbers of "
-            "batches: the shards of a streamed data set may differ in length, where gradient_accumulation_steps above 1 and evaluations "
-            "need equal ones. Set dispatch_batches=True of accelerator_config, or max_steps before the shortest shard ends."
+            "Or replicas read unequal numbers of batches: the shards of a streamed data set may differ in length, where "
+            "gradient_accumulation_steps above 1 and evaluations need equal ones. Set dispatch_batches=True of accelerator_config, or "
+            "max_steps before the shortest shard ends."
         )
     else:
         lines.append(

@@ -312,7 +312,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         theirs = super().clip_grad_norm_
         if is_users_function(
             theirs
-        ):  # of a subclass, or put on the class; torch's clipping, which it ends in, knows the norm
+        ):  # of a subclass, or put on the class; it ends in torch's clipping, which knows the norm
             return theirs(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         self.unscale_gradients()
         engine = self.hf_parallel_engine

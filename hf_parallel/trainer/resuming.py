@@ -160,10 +160,9 @@ class ResumeMixin(SavingMixin):
             self._load_scheduler(folder / SCHEDULER, resumed.order)
         if isinstance(self._engine, PipelineEngine) and resumed.dropout_step is not None:
             self._engine.seeds.step = resumed.dropout_step
-        if is_users_function(
-            super()._load_optimizer_and_scheduler
-        ):  # stock, which it calls, finds no optimizer.pt here
-            super()._load_optimizer_and_scheduler(checkpoint)
+        theirs = super()._load_optimizer_and_scheduler
+        if is_users_function(theirs):  # stock, which it calls, finds no optimizer.pt here
+            theirs(checkpoint)
 
     def _load_scheduler(self, path: Path, order: list[int]) -> None:
         if self.lr_scheduler is None:

@@ -119,13 +119,10 @@ class GradientSync:
         self.hooks.check()
         if self.in_window and self.replicas.reduces_every_backward and self._mesh.shape.pp_size == 1:
             self.hooks.refuse_accumulated()  # on stages they are asked when they run
-        if (
-            self.total_norm.has_parts and self._begins_step
-        ):  # once, as replicas may cut their rows into other numbers of batches
+        if self.total_norm.has_parts and self._begins_step:
+            # Once: replicas may cut their rows into other numbers of batches. Gradients that are left are added to.
             self._begins_step = False
-            NUMBERS.note(
-                float(any(owner.grad is not None for owner in self._owners()))
-            )  # this step's are added to them
+            NUMBERS.note(float(any(owner.grad is not None for owner in self._owners())))
         if self.replicas.sharded is not None:
             self.buckets.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
@@ -262,9 +259,8 @@ class GradientSync:
 
         The coefficient is that of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1.
         """
-        NUMBERS.note_change(
-            "clip_grad_norm_", (max_norm, norm_type)
-        )  # a rank that does not clip meets the others in its step
+        # A rank that does not clip meets the others in its step.
+        NUMBERS.note_change("clip_grad_norm_", (max_norm, norm_type))
         self.arrivals.put_back()
         with self.shown.withdrawn():
             norm = self.total_norm.of(norm_type)
