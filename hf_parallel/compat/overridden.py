@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 def changed_methods(kind: type, expected: Mapping[str, str]) -> list[str]:
     """Say which methods a class lacks or has with other parameters; empty if all are as expected.
 
+    A method that another package has put on the class says nothing of its release, and may take anything (`*args`).
+
     Args:
         kind: The class.
         expected: Method -> names of its parameters behind `self`, separated by spaces.
@@ -22,6 +24,8 @@ def changed_methods(kind: type, expected: Mapping[str, str]) -> list[str]:
     changed = []
     for name, parameters in expected.items():
         method = getattr(kind, name, None)
+        if callable(method) and method.__module__.partition(".")[0] != kind.__module__.partition(".")[0]:
+            continue
         found = " ".join(list(inspect.signature(method).parameters)[1:]) if callable(method) else None
         if found is None:
             changed.append(f"no {name}")

@@ -45,6 +45,12 @@ def test_the_stock_classes_pass() -> None:
     accelerator_internals()
 
 
+def test_what_another_package_puts_on_the_trainer_may_take_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Trainer.training_step
+    monkeypatch.setattr(Trainer, "training_step", lambda self, *args, **kwargs: stock(self, *args, **kwargs))
+    trainer_internals()
+
+
 class Scaled(Accelerator):
     def backward(self, loss: Any, scale: float, **kwargs: Any) -> None:
         super().backward(loss * scale, **kwargs)
