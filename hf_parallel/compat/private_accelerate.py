@@ -41,6 +41,7 @@ OF_ACCELERATOR = {
     "skip_first_batches": "dataloader num_batches",
     "split_between_processes": "inputs apply_padding",
     "unscale_gradients": "optimizer",
+    "wait_for_everyone": "",
 }
 OF_PARALLELISM_CONFIG = {"_validate_accelerator": "accelerator", "build_device_mesh": "device_type"}
 OF_OPTIMIZER = {
