@@ -17,7 +17,7 @@ from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 
 
 LOSS_CHUNK: Final = 2**22  # elements: of `tensor_parallel.run.vocab_loss`
-# Of a block, inputs of column-sharded products that are gathered from the ranks that share the sequence, and kept whole.
+# Of a block that runs again, inputs of column-sharded products that are gathered from the ranks that share the sequence at once.
 GATHERED_INPUTS: Final = 2
 ON_HOST: Final = "inputs of checkpointed blocks"
 
@@ -124,7 +124,7 @@ def stage_parts(
     shares = layout.sequence_parallel and layout.tp_size > 1
     entry, gathered = whole / layout.tp_size if shares else whole, GATHERED_INPUTS * whole * shares
     recorded_again = recorded.runs_again
-    block = forward.kept + (0.0 if recorded_again else forward.casts + gathered)
+    block = forward.kept + (0.0 if recorded_again else forward.casts)
     moved, together = layout.recompute.offload, blocks_at_once(shape, layout) if layout.recompute.every else 0
     own, last = stages.of_rank(rank), len(counts) - 1
     weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
@@ -137,7 +137,7 @@ def stage_parts(
         rest = counts[stage] - single
         size = single * stages.sizes[stage] / max(1, counts[stage])
         leaving = entry * (rest > 0)  # what the last block gives
-        kept = size * block + rest * results
+        kept = size * block + rest * results + 2 * whole * (shares and last > 0)  # stages pass on whole results
         kept += leaving if moved or recorded_again else entries[stage] * entry + leaving
         share = gradients * weights[stage] / max(1.0, sum(weights.values()))
         found.append(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 from hf_parallel import dry_run_recipe
@@ -29,6 +29,9 @@ SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     "max_position_embeddings": 512,
 }
+LATENT: dict[str, Any] = {"moe_intermediate_size": 128, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+LATENT |= {"topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 64}
+LATENT |= {"qk_rope_head_dim": 32, "v_head_dim": 64}
 
 
 def recipe(tmp_path: Path, section: str, processes: int = 2, extra: str = "") -> Path:
@@ -97,6 +100,32 @@ def test_the_later_stage_gets_what_the_first_one_sends(tmp_path: Path) -> None:
     got = next(one for one in found.messages if one.operation == "recv")
     assert (got.axis, got.calls) == ("pp", 2)
     assert found.rank == "rank 1 (pp 1 of 2)"
+
+
+def test_blocks_that_run_again_keep_parts_of_a_shared_sequence_alone(tmp_path: Path) -> None:
+    """What a block gathers lived as long as its graph, which a checkpoint keeps."""
+    section = "{tp_size: 2, tensor_parallel: {sequence_parallel: true}, activation_checkpointing: {every: 1}}"
+    rows, length, peaks = 4, 512, []
+    for blocks in (4, 8):
+        config = LlamaConfig(**SIZES | {"num_hidden_layers": blocks})
+        found = dry_run_recipe(recipe(tmp_path, section), config, rows=rows, length=length)
+        peaks.append(found.peak_bytes - 16 * found.parameters)
+    part = 4 * rows * length * SIZES["hidden_size"] / 2
+    assert (peaks[1] - peaks[0]) / 4 <= 1.1 * part
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "sizes"),
+    [
+        ("{pp_size: 2}", MixtralConfig, {"num_local_experts": 4}),  # autocast leaves weights of experts in fp32
+        ("{tp_size: 2}", DeepseekV3Config, LATENT),  # values are narrower than queries
+        ("{zero: {stage: 1, offload_optimizer: cpu}}", LlamaConfig, {}),
+    ],
+)
+def test_odd_steps_run_dry(section: str, kind: Any, sizes: dict[str, Any], tmp_path: Path) -> None:
+    config = kind(**SIZES | {"num_hidden_layers": 2} | sizes)
+    path = recipe(tmp_path, section, extra="mixed_precision: bf16\n")
+    assert dry_run_recipe(path, config, rows=2, length=64).peak_bytes > 0
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
