@@ -234,8 +234,14 @@ def _stubs(on_sync: Callable[[str], None]) -> Iterator[tuple[Any, dict[str, Any]
         },
     )
     yield torch, {"tensor": _tensor(torch.tensor)}
-    yield Tensor, {"__getitem__": _indexed(Tensor.__getitem__)}
-    yield functional, {"scaled_dot_product_attention": _attention(functional.scaled_dot_product_attention)}
+    yield Tensor, {"__getitem__": _indexed(Tensor.__getitem__), "record_stream": lambda self, stream: None}
+    yield (
+        functional,
+        {
+            "scaled_dot_product_attention": _attention(functional.scaled_dot_product_attention),
+            "grouped_mm": _grouped(functional.grouped_mm),
+        },
+    )
 
 
 def _attention(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -257,7 +263,8 @@ def _attention(stock: Callable[..., Any]) -> Callable[..., Any]:
             dtype = torch.get_autocast_dtype("cuda")
             query, key, value = (one.to(dtype) for one in (query, key, value))
         broadcasts = not enable_gqa and key.shape[1] != query.shape[1]
-        if attn_mask is None and query.dtype.itemsize == 2 and not broadcasts:
+        alike = query.shape[-1] == value.shape[-1]  # flash attention takes no values of another width
+        if attn_mask is None and query.dtype.itemsize == 2 and alike and not broadcasts:
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         if enable_gqa or broadcasts:  # which the kernels below do not know
@@ -271,6 +278,17 @@ def _attention(stock: Callable[..., Any]) -> Callable[..., Any]:
         return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
     return attend
+
+
+def _grouped(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`grouped_mm`, which a GPU computes in fp32, too; torch's rule for its shape knows bf16 alone, and transformers has one of all."""
+
+    def multiply(input: Tensor, weight: Tensor, *, offs: Tensor | None = None, **more: Any) -> Any:
+        if weight.device.type != "cuda" or weight.dtype == torch.bfloat16 or offs is None or more:
+            return stock(input, weight, offs=offs, **more)
+        return torch.ops.transformers.grouped_mm_fallback(input, weight, offs=offs)
+
+    return multiply
 
 
 def _indexed(stock: Callable[..., Any]) -> Callable[..., Any]:
