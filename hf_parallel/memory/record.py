@@ -36,7 +36,12 @@ Checkpoint = Callable[[nn.Module, str], object]
 
 
 def record_step(
-    config: Any, precision: Precision, attention: str | None = None, checkpoint: Checkpoint | None = None
+    config: Any,
+    precision: Precision,
+    attention: str | None = None,
+    checkpoint: Checkpoint | None = None,
+    *,
+    mixed: bool = True,
 ) -> Recorded | None:
     """The changes of memory in forward and backward of one row; None if the model cannot be run on fake tensors.
 
@@ -45,11 +50,13 @@ def record_step(
         precision: See `Layout`.
         attention: Attention to run; None is the choice of transformers.
         checkpoint: Makes each block of a stack of the model run again in the backward; None if none does.
+        mixed: Whether a model in 16 bit runs under autocast, too, as recipes with mixed_precision have it: some functions then compute
+            in fp32.
     """
     runs: list[dict[str, Sizes]] = []
     try:
         for length in LENGTHS:
-            runs.append(_run(config, length, precision, attention, checkpoint))
+            runs.append(_run(config, length, precision, attention, checkpoint, mixed=mixed))
             if _flags(runs[-1]) != _flags(runs[0]):
                 return None  # another length runs other operations, as a scan of token after token does
     except (*REFUSALS, ConfigError, PlanError, UnsupportedError):
@@ -74,7 +81,13 @@ def _change(own: Sequence[tuple[float, bool, bool, bool]]) -> Change:
 
 
 def _run(
-    config: Any, length: int, precision: Precision, attention: str | None, checkpoint: Checkpoint | None
+    config: Any,
+    length: int,
+    precision: Precision,
+    attention: str | None,
+    checkpoint: Checkpoint | None,
+    *,
+    mixed: bool,
 ) -> dict[str, Sizes]:
     """Bytes of each change, and whether it is of the width of the residual stream, of a gradient, of a norm over all heads."""
     dtype = torch.bfloat16 if precision == "half" else torch.float32
@@ -97,7 +110,8 @@ def _run(
         memory.begin()
         with fake:
             ids = torch.empty((1, length), dtype=torch.int64, device=device)
-        cast = torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
+        is_cast = precision == "autocast" or (precision == "half" and mixed)
+        cast = torch.autocast("cuda", torch.bfloat16) if is_cast else contextlib.nullcontext()
         with cast:
             output = model(input_ids=ids, labels=ids, use_cache=False)
             loss = output["loss"]

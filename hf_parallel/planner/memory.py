@@ -179,7 +179,8 @@ def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) 
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
         share = spec.trained(parameters) / max(parameters, 1.0)
-        weights = spec.element if spec.state_bytes is None else weights
+        if spec.state_bytes is None:
+            weights = 4.0 if spec.param_dtype == "fp32" and not spec.block_bits else spec.element
         if spec.block_bits:
             weights -= (weights - spec.block_bits / 8) * blocks / max(parameters, 1.0)
         gradients, optimizer = gradients * share, optimizer * share
@@ -228,8 +229,8 @@ def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec,
     """Bytes that the backward of a block needs for each token of a rank, with nothing computed again.
 
     Source: arXiv:2205.05198, section 4, of which the terms are those of any block: norms and inputs of products, heads,
-    the feed-forward part and, where attention stores them, its scores. Megatron gathers the inputs of sharded products
-    again in the backward; autograd alone keeps what was gathered.
+    the feed-forward part and, where attention stores them, its scores. Megatron and this package gather the inputs of sharded
+    products again in the backward; autograd alone keeps what was gathered.
     """
     size = spec.element
     norm = 8.0 if spec.kernels == "eager" and block.has_rms else 4.0
@@ -246,7 +247,7 @@ def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec,
 
 def _keeps_gathered(spec: LayoutSpec) -> bool:
     """Whether inputs of sharded products stay whole until the backward."""
-    return spec.sequence_parallel and spec.tp > 1 and spec.kernels != "fused"
+    return spec.sequence_parallel and spec.tp > 1 and spec.kernels != "fused" and not spec.is_own
 
 
 def _scores(block: BlockProfile, spec: LayoutSpec, seq_len: int, dropout: bool) -> float:

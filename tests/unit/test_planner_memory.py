@@ -37,6 +37,14 @@ TYPES: Final[dict[str, dict[str, Any]]] = {
     "phi": GATED,
     "olmo2": GATED,
 }
+# Experts whose weights autocast leaves in fp32; values that are narrower than queries.
+ODD: Final[dict[str, dict[str, Any]]] = {
+    "mixtral": GATED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "deepseek_v3": WIDE
+    | {"intermediate_size": 1408, "moe_intermediate_size": 256, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 128, "q_lora_rank": 192}
+    | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 8},
+}
 SECTIONS: Final[dict[str, dict[str, Any]]] = {
     "pp2": {"pp_size": 2, "pipeline": {"num_microbatches": 4}},
     "tp2": {"tp_size": 2},
@@ -45,6 +53,11 @@ SECTIONS: Final[dict[str, dict[str, Any]]] = {
     "zero3": {"zero": {"stage": 3}},
     "recompute": {"activation_checkpointing": {"every": 1}},
     "selective": {"activation_checkpointing": {"every": 2, "mode": "selective"}},
+    "tp2 with a shared sequence, recompute": {
+        "tp_size": 2,
+        "tensor_parallel": {"sequence_parallel": True},
+        "activation_checkpointing": {"every": 1},
+    },
 }
 ROWS, LENGTH, WITHIN = 4, 512, 0.05
 
@@ -57,18 +70,21 @@ def allocated(config: Any, layout: dict[str, Any], cluster: Cluster, length: int
 
 def difference(name: str, section: str, dtype: str, folder: Path) -> float:
     """Prediction over the dry run of the rank that has most, less 1, of two GPUs that are cut as the prediction is."""
-    model, settings = AutoConfig.for_model(name, **TYPES[name]), SECTIONS[section]
+    model, settings = AutoConfig.for_model(name, **(TYPES | ODD)[name]), SECTIONS[section]
     cluster, config = Cluster(1, 2, "h100"), HFParallelConfig.from_mapping(settings)
-    layout = mapping_of(config, 2, ROWS, dtype) | {"param_dtype": "fp32"}
+    layout = mapping_of(config, 2, ROWS, "fp32" if dtype == "fp32" else "bf16")
+    layout |= {} if dtype == "half" else {"param_dtype": "fp32"}
     if config.pp_size > 1:
         counts = step_of(profile_of(model), cluster, layout_of(layout), LENGTH, constants()).counts
         settings = settings | {"pipeline": settings["pipeline"] | {"split": list(counts)}}
     accelerate = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
-    accelerate |= {"num_machines": 1, "mixed_precision": "bf16" if dtype == "bf16" else "no"}
+    accelerate |= {"num_machines": 1, "mixed_precision": "no" if dtype == "fp32" else "bf16"}
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(accelerate | {"parallelism_config": {"hf_parallel": settings}}))
+    precision = "half" if dtype == "half" else None
     peaks = [
-        dry_run_recipe(recipe, model, rank=rank, rows=ROWS, length=LENGTH).peak_bytes for rank in range(config.pp_size)
+        dry_run_recipe(recipe, model, rank=rank, rows=ROWS, length=LENGTH, precision=precision).peak_bytes
+        for rank in range(config.pp_size)
     ]
     return allocated(model, layout, cluster) / max(peaks) - 1
 
@@ -80,8 +96,12 @@ def difference(name: str, section: str, dtype: str, folder: Path) -> float:
         ("gpt2", "tp2", "fp32"),
         *(
             pytest.param(*more, "bf16", marks=pytest.mark.long)
-            for more in (("llama", "zero1"), ("gpt2", "selective"), ("olmo2", "tp2 with a shared sequence"))
+            for more in (
+                *(("llama", "zero1"), ("gpt2", "selective"), ("olmo2", "tp2 with a shared sequence")),
+                *(("llama", "tp2 with a shared sequence, recompute"), ("mixtral", "pp2"), ("deepseek_v3", "tp2")),
+            )
         ),
+        *(pytest.param("gpt2", section, "half", marks=pytest.mark.long) for section in ("pp2", "zero1")),
     ],
 )
 def test_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtype: str, tmp_path: Path) -> None:
@@ -143,14 +163,26 @@ def test_stored_scores_grow_with_the_square_of_the_length() -> None:
 def test_states_are_whole_and_activations_are_what_they_add() -> None:
     """Gradients are not there when activations are: the term of the latter is what is beyond them."""
     config = LlamaConfig(**TYPES["llama"])
-    terms = predict(config, Cluster(1, 1, "h100"), {}, seq_len=64).memory_bytes
     parameters = profile_of(config).parameters
-    assert [terms[name] for name in ("weights", "gradients", "optimizer")] == [
-        2 * parameters,
-        2 * parameters,
-        12 * parameters,
-    ]
-    assert min(terms.values()) >= 0
+    for layout, sizes in (
+        ({}, (2, 2, 4)),  # stock AdamW has the state of 16-bit parameters in 16 bit
+        ({"param_dtype": "fp32"}, (4, 4, 8)),
+        ({"dp": 2, "zero": 1}, (2, 2, 6)),
+        ({"dp": 2, "zero": 2}, (2, 2, 6)),  # what is summed is the gradient of the fp32 copy
+        ({"state_bytes": (2, 2, 12)}, (2, 2, 12)),
+    ):
+        cluster = Cluster(1, layout.get("dp", 1), "h100")
+        terms = predict(config, cluster, layout, seq_len=64).memory_bytes
+        assert [terms[name] / parameters for name in ("weights", "gradients", "optimizer")] == list(sizes)
+        assert min(terms.values()) >= 0
+
+
+def test_a_frozen_base_has_the_dtype_in_which_it_was_loaded() -> None:
+    config, cluster, parameters = LlamaConfig(**TYPES["llama"]), Cluster(1, 1, "h100"), 10**5
+    whole = profile_of(config).parameters
+    for more, size in (({}, 2), ({"param_dtype": "fp32"}, 4)):
+        terms = predict(config, cluster, {"adapters": parameters, **more}, seq_len=64).memory_bytes
+        assert terms["weights"] == size * whole
 
 
 def test_a_card_that_takes_one_microbatch_has_no_gradients_beside_its_logits() -> None:
