@@ -14,7 +14,7 @@ from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.layout import LayoutSpec
-from hf_parallel.planner.own import in_room_of, peaks_of_ranks, recorded_of
+from hf_parallel.planner.own import in_room_of, peaks_of_ranks, recorded_of, traced_of
 from hf_parallel.planner.pipeline import placement, schedule_of
 from hf_parallel.planner.profile import BlockProfile, ModelProfile
 
@@ -232,6 +232,10 @@ def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec,
     the feed-forward part and, where attention stores them, its scores. Megatron and this package gather the inputs of sharded
     products again in the backward; autograd alone keeps what was gathered.
     """
+    traced = traced_of(profile, spec)
+    if traced is not None:
+        whole = 1 if spec.sequence_parallel else spec.tp
+        return (traced.shared * whole + traced.split + traced.square * seq_len) / spec.tp
     size = spec.element
     norm = 8.0 if spec.kernels == "eager" and block.has_rms else 4.0
     norms = 2 * norm * profile.hidden * (size / 2) + 2.0 * profile.has_dropout * profile.hidden

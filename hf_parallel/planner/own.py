@@ -10,7 +10,7 @@ from typing import Final
 from hf_parallel.memory.activations import Stages, stage_parts
 from hf_parallel.memory.estimate import CASTS, buffers, unpacked
 from hf_parallel.memory.moments import NAMES, SENT, TEMPORARY, Moment, Recorded, StageParts, moments_of, terms_at
-from hf_parallel.memory.terms import Layout, ModelShape, Precision
+from hf_parallel.memory.terms import Layout, ModelShape, Precision, SavedBytes
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.pipeline import schedule_of
 from hf_parallel.planner.profile import NONE, ModelProfile
@@ -31,6 +31,13 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
     if profile.source is None or not spec.is_own or spec.kernels != "eager":
         return None
     return profile.source.recorded(precision_of(spec), recomputed_of(spec), eager_attention=spec.attention == "eager")
+
+
+def traced_of(profile: ModelProfile, spec: LayoutSpec) -> SavedBytes | None:
+    """What autograd keeps of a block of a model that this package runs and that cannot be recorded; else None."""
+    if profile.source is None or not spec.is_own or spec.kernels != "eager" or recorded_of(profile, spec) is not None:
+        return None
+    return profile.source.traced(precision_of(spec))
 
 
 def recomputed_of(spec: LayoutSpec) -> ActivationCheckpointingConfig:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.memory.moments import Recorded
-from hf_parallel.memory.terms import ModelShape, Precision
+from hf_parallel.memory.terms import ModelShape, Precision, SavedBytes
 from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 from hf_parallel.settings.values import spelled
@@ -158,6 +158,7 @@ class Source:
     def __init__(self, config: Any) -> None:
         self._config = copy.deepcopy(config)
         self._found: dict[tuple[Precision, bool, ActivationCheckpointingConfig], Recorded | None] = {}
+        self._traced: dict[Precision, SavedBytes | None] = {}
 
     def recorded(
         self, precision: Precision, recompute: ActivationCheckpointingConfig, *, eager_attention: bool
@@ -182,6 +183,14 @@ class Source:
                 found = self.recorded(precision, NONE, eager_attention=eager_attention)
             self._found[key] = found
         return self._found[key]
+
+    def traced(self, precision: Precision) -> SavedBytes | None:
+        """What autograd keeps of a block, of a model whose step cannot be recorded; None if it cannot be traced either."""
+        if precision not in self._traced:
+            from hf_parallel.memory.block import trace_block  # brings torch
+
+            self._traced[precision] = trace_block(self._config, precision)
+        return self._traced[precision]
 
 
 @dataclass(frozen=True)

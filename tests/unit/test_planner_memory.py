@@ -13,9 +13,11 @@ from transformers import AutoConfig, LlamaConfig
 
 from hf_parallel.dry_run.rank.recipe import dry_run_recipe
 from hf_parallel.memory import record
+from hf_parallel.memory.block import trace_block
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
+from hf_parallel.planner.memory import saved_by_block
 from hf_parallel.planner.own import recorded_of
 from hf_parallel.planner.predict import predict, step_of
 from hf_parallel.planner.profile import profile_of
@@ -148,6 +150,17 @@ def test_a_model_that_cannot_be_recorded_is_not_tried_again_with_recomputation(
     for layout in ({}, {"recompute": "full"}):
         predict(config, Cluster(1, 1, "h100"), layout, seq_len=64)
     assert len(calls) == 1
+
+
+def test_a_model_that_cannot_be_recorded_keeps_what_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Mamba's blocks, which have no heads and no feed-forward part, a formula knew nothing."""
+    monkeypatch.setattr(record, "record_step", lambda *given: None)
+    config = LlamaConfig(**TYPES["llama"] | {"vocab_size": 779})
+    profile, found = profile_of(config), trace_block(config, "autocast")
+    assert found is not None
+    for tp, kept in ((1, found.shared + found.split), (2, found.shared + found.split / 2)):
+        spec = layout_of({"param_dtype": "fp32", "tp": tp})
+        assert saved_by_block(profile, profile.kinds[0], spec, 64) == pytest.approx(kept)
 
 
 def test_stored_scores_grow_with_the_square_of_the_length() -> None:
