@@ -54,6 +54,8 @@ class Row:
         layout["recompute_share"] = float(entry.get("recompute_share") or 1)
         layout["zero_owners"] = entry.get("owner") == "1"
         layout["adapters"] = int(entry.get("adapters") or 0)
+        layout["block_bits"] = float(entry.get("block_bits") or 0)
+        layout["blocking_launches"] = entry.get("blocking_launches") == "1"
         if entry.get("split"):
             layout["split"] = [int(one) for one in entry["split"].split(";")]
         self.spec: LayoutSpec = layout_of(layout, self.cluster)
@@ -79,7 +81,7 @@ class Row:
 @functools.cache
 def profile_for(model: str, hidden: str, layers: str, heads: str, kv_heads: str, ffn: str, vocab: str) -> ModelProfile:
     """The profile of a published model; its blocks are alike, so that two are built."""
-    from transformers import GPT2Config, LlamaConfig, MptConfig
+    from transformers import GPT2Config, LlamaConfig, MptConfig, Starcoder2Config
 
     wide, many = int(hidden), int(heads)
     sizes = {"n_embd": wide, "n_layer": 2, "n_head": many, "n_inner": int(ffn), "vocab_size": int(vocab)}
@@ -93,6 +95,16 @@ def profile_for(model: str, hidden: str, layers: str, heads: str, kv_heads: str,
             intermediate_size=int(ffn),
             vocab_size=int(vocab),
             tie_word_embeddings=model == "llama_tied",
+        )
+    elif model == "starcoder2":  # layer norms and no gate, as GPT, with fewer heads of keys and values
+        config = Starcoder2Config(
+            hidden_size=wide,
+            num_hidden_layers=2,
+            num_attention_heads=many,
+            num_key_value_heads=int(kv_heads),
+            intermediate_size=int(ffn),
+            vocab_size=int(vocab),
+            tie_word_embeddings=False,
         )
     elif model == "mpt":
         ratio = int(ffn) // wide
