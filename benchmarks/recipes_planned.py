@@ -50,7 +50,6 @@ WHY: Final[dict[str, str]] = {
     "llama2_7b_4xa100": "parts of everything leave room for rows four times as long. For speed at 2048 tokens take that plan.",
     "llama_70b_64xh100": "parts of the parameters leave 50 GB of each GPU for longer rows, and fit GPUs of 40 GB. For speed at 4096 "
     "tokens take that plan.",
-    "gpt3_175b_1024gpu": "fewer stages and the plain schedule are easier to read and to take up again on other machines.",
     "ddp": "it shows whole copies, and a script that changes the optimizer runs as it is. Add zero: {stage: 1} for speed.",
 }
 
