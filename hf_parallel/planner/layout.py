@@ -59,9 +59,6 @@ STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
     ("deepspeed", True): (2, 2, 12),
     ("deepspeed", False): (4, 4, 12),
 }
-# Of this package's own engine, other bytes of 16-bit parameters by stage: without ZeRO stock AdamW has its state in the parameters'
-# dtype, and stage 2 sums gradients of the fp32 copy.
-OWN_BYTES: Final[Mapping[int, tuple[float, float, float]]] = {0: (2, 2, 4), 2: (2, 4, 12)}
 ROUNDED: Final = 0.005  # of a share that is written with few digits, such as 0.333
 # What only other systems have: the one value that this package runs.
 ONLY: Final[Mapping[str, Any]] = {
@@ -168,16 +165,7 @@ class LayoutSpec:
     def states(self) -> tuple[float, float, float]:
         """Bytes of weights, gradients and optimizer per parameter, whole."""
         is_half = self.dtype != "fp32" and (self.param_dtype != "fp32" or self.engine == "deepspeed")
-        usual = STATE_BYTES[self.engine, is_half]
-        if (
-            self.state_bytes is None
-            and is_half
-            and self.engine == "native"
-            and self.places_replicas
-            and not self.adapters
-        ):
-            return OWN_BYTES.get(self.zero, usual)
-        return self.state_bytes or usual
+        return self.state_bytes or STATE_BYTES[self.engine, is_half]
 
     @property
     def is_own(self) -> bool:
