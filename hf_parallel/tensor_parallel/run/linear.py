@@ -135,8 +135,9 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no input
         ctx.again, ctx.entry_dtype = None if job.entered is None else job.entered.again, entry.dtype
         ctx.weight = weight if _is_plain(weight) else None
+        ctx.dtype, ctx.transposed, ctx.shared = x.dtype, transposed, shared
         # Without `entered`, which has the whole input: it would live as long as the graph, checkpointed or not.
-        ctx.dtype, ctx.transposed, ctx.shared, ctx.job = x.dtype, transposed, shared, replace(job, entered=None)
+        ctx.job = job if job.entered is None else replace(job, entered=None)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         if job.leaves_wide:
