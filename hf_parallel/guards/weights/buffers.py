@@ -26,7 +26,7 @@ from hf_parallel.mesh.groups import Mesh
 
 
 PATIENCE_S = MEETING_S
-LOOKS = 2  # training forward passes that are watched
+LOOKS = 2  # steps whose first training forward pass is watched: replicas may have other numbers of passes in a step
 State: TypeAlias = tuple[Tensor, int, Tensor | None]  # a buffer, how often it was written to, its values
 MOST = 2**20  # elements of a buffer whose values are compared; larger ones are taken at their version
 
@@ -54,7 +54,7 @@ class MovingBuffers:
         # Without walking over the modules: a buffer that user code registers is one of the whole model, or beside others.
         tables = [own_buffers(module) for module in model.modules()]
         self._tables = [tables[0], *filter(None, tables[1:])] if mesh.copies_group is not None else []
-        self._begun: dict[str, State] = {}  # at the beginning of the pass before, while passes are watched
+        self._begun: dict[str, State] = {}  # at the beginning of the step, while steps are watched
         self._left = Untouched(self._tables)  # since the end of the pass before
         self._has_left = False
         self._late: dict[int, Tensor] = {}  # written to between later passes, by id
@@ -66,7 +66,7 @@ class MovingBuffers:
 
     @contextmanager
     def watching(self, num_passes: int = 1, batches: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
-        """Around a training forward pass; collective at the first ones, and where buffers move.
+        """Around a training forward pass; collective at the first one of the first steps, and where buffers move.
 
         What user code writes to later for the first time is agreed on then: all replicas must do so in the same step.
 
@@ -78,13 +78,15 @@ class MovingBuffers:
             UnsupportedError: Buffers move and there are several; on every rank. Or some replicas alone wrote to buffers.
         """
         self._look_between()
-        if self._moving and self._is_due and self.sends:
-            self._send()
-        self._is_due = False
-        before = self._begun = self._states() if self._looks else {}
-        numbers = self._numbers() if self._looks and num_passes > 1 else {}
+        looks = self._is_due and self._looks > 0
+        if self._is_due:
+            if self._moving and self.sends:
+                self._send()
+            self._begun = self._states() if looks else {}
+        self._is_due, before = False, self._begun
+        numbers = self._numbers() if looks and num_passes > 1 else {}
         yield
-        if self._looks:
+        if looks:
             self._looks -= 1
             moved = [name for name, state in self._states().items() if self._has_moved(name, before.get(name), state)]
             now = self._numbers() if numbers else {}
@@ -112,8 +114,9 @@ class MovingBuffers:
         if self._mesh.copies_group is None or not self.sends or not self._has_left:
             return
         if self._begun:
-            states = self._states()
-            self._share([name for name, state in states.items() if _differs(self._begun.get(name), state)])
+            if self._is_due:
+                states = self._states()
+                self._share([name for name, state in states.items() if _differs(self._begun.get(name), state)])
             return
         found = self._left.written() if self._left.is_written else []
         if self._is_due or found or self._moving:  # which forward passes write to: then all are taken anew after each
