@@ -14,6 +14,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.one_process import in_one_process
 from hf_parallel.settings.sections import CheckpointConfig
 from hf_parallel.settings.values import spelled
+from hf_parallel.trainer.user_code import own_states
 
 
 def is_alone() -> bool:
@@ -46,6 +47,9 @@ def stock_checkpoints(trainer: Trainer) -> str | None:
         return f"one process drives {trainer.args.n_gpu} GPUs (DataParallel); launch one process a GPU"
     if not isinstance(trainer.model, nn.Module):
         return "the model is not a torch.nn.Module"
+    methods_of_state = own_states(trainer)
+    if methods_of_state:
+        return f"{type(trainer).__name__} has a {methods_of_state[0]} of its own"
     # What other methods of PEFT save may be made of what they train: stock code takes it up.
     methods = {
         str(config.peft_type).rpartition(".")[2] for config in getattr(trainer.model, "peft_config", {}).values()

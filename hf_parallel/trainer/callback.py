@@ -56,6 +56,7 @@ from hf_parallel.trainer.placing import sent_by
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.trainer.prepared import bare_optimizer
 from hf_parallel.trainer.restarts import refuse_memory
+from hf_parallel.trainer.user_code import own_states
 from hf_parallel.worker import prepare_engine
 
 
@@ -356,6 +357,17 @@ def _asynchronous(args: TrainingArguments, config: HFParallelConfig) -> list[str
     return found
 
 
+def _not_called(trainer: Trainer) -> list[str]:
+    """Problems of methods of users that save or load training state, one a line."""
+    if trainer.args.save_strategy == SaveStrategy.NO:
+        return []
+    return [
+        f"{type(trainer).__name__}.{name} would not run: each rank saves and loads its part of the training state. Do the same in "
+        "TrainerCallback.on_save or _save_checkpoint, or set save_strategy to no."
+        for name in own_states(trainer)
+    ]
+
+
 def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
     """Refuse Trainer settings that would have no effect or a wrong one; all at once.
 
@@ -381,7 +393,7 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
             "bf16_full_eval or fp16_full_eval=True with zero.stage 3: ranks gather their parts in the dtype the model was prepared "
             "in, and this casts the parts afterwards. Leave them False; bf16=True autocasts evaluation too."
         )
-    problems += _asynchronous(args, config)
+    problems += [*_asynchronous(args, config), *_not_called(trainer)]
     if args.n_gpu > 1:
         problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
     if args.eval_use_gather_object:

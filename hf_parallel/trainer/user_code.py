@@ -23,6 +23,8 @@ from hf_parallel.tensor_parallel.run.parts import watch_calls
 
 # What subclasses override and that runs on all ranks. In `compute_loss` a model of shards itself lists whole parameters.
 METHODS = ("training_step", "prediction_step", "evaluation_loop", "evaluate", "predict", "log", "save_model")
+# What ours do in their place, each rank with its part of the training state: stock, which they would call, has the whole.
+IN_PARTS = ("_save_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
 KINDS: tuple[type[Tensor], ...] = (ShardOfState,)
 LIBRARIES = ("transformers", "hf_parallel")
 
@@ -112,6 +114,11 @@ def answers(callback: TrainerCallback, event: str) -> bool:
 def overrides(trainer: object, name: str) -> bool:
     """Whether a method was put on the object or is one of a subclass; ours may be put over that."""
     return name in vars(trainer) or any(name in vars(kind) and _is_users(kind) for kind in type(trainer).__mro__)
+
+
+def own_states(trainer: object) -> list[str]:
+    """Methods of a Trainer's subclass, or put on the object, that would save or load training state and do not run."""
+    return [name for name in IN_PARTS if overrides(trainer, name)]
 
 
 def is_users_function(function: Callable[..., Any]) -> bool:

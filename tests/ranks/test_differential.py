@@ -66,7 +66,9 @@ def test_gradients_that_change_on_one_rank_are_seen(tmp_path: Path) -> None:
         assert verdict.word == "crashed"
         assert "refused after" in verdict.text
     assert "differs between the replicas by" in verdicts[0].text
-    assert "parameter model.norm.weight is held by rank 0 (tp 0 of 2) and rank 1" in verdicts[2].text
+    assert (
+        "parameter model.layers.0.input_layernorm.weight is held by rank 0 (tp 0 of 2) and rank 1" in verdicts[2].text
+    )
 
 
 def test_a_rank_that_raises_is_a_crash_and_what_all_refuse_is_not(tmp_path: Path) -> None:

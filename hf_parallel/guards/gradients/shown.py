@@ -102,6 +102,9 @@ class SharedGradient(Stand):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        if isinstance(values, SharedGradient) and values.changed is None and values.part is self.part:
+            values.here()
+            return  # `p.grad.data /= 3` has changed the memory that it assigns
         with torch.no_grad():
             if not self.part.is_summand:  # other tensors with the memory of before keep what they have
                 self.changed = self.plain().clone()
