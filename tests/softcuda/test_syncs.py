@@ -17,9 +17,9 @@ from softcuda.syncs import EARLIER
 # for what the step before has left on its way. A pipeline reads what its ranks compare when a backward pass has ended: three numbers
 # in a row. Tensor parallelism reads what the ranks compared before the forward pass. The norms of the two parts of
 # gradients on the host come from there, and the factor of clipping goes back. Of the step before: whether buffers changed,
-# what optimizers that are shared out are set to, and the backwards of a model copy.
+# what replicas have compared beside their gradients or with the norm, and the backwards of a model copy.
 LAYOUTS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "dp2": ({}, 0, 1),
+    "dp2": ({}, 0, 2),
     "zero1": ({"zero": {"stage": 1}}, 0, 2),
     "zero2": ({"zero": {"stage": 2}}, 0, 2),
     "zero1_offloaded": ({"zero": {"stage": 1, "offload_optimizer": "cpu"}}, 3, 2),
