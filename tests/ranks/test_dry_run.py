@@ -64,7 +64,7 @@ def counted(
     batches = batches_of(WORK, mask=False, new=new)
     with meter, meter.following_resizes():
         training = Training.of(engine, meter)
-        for _ in range(3):  # replicas compare their buffers in the first two
+        for _ in range(4):  # replicas compare their buffers in the first three
             meter.begin()
             training.step(batches)
     found = meter.memory.peak()
