@@ -26,13 +26,13 @@ CHANGES = (
 
 
 def note_changes_of_parts(
-    counts: Callable[[Tensor], bool], note_change: Callable[[str, Iterable[Tensor | float]], None]
+    counts: Callable[[Tensor], bool], note_change: Callable[[str, Iterable[object]], None]
 ) -> None:
     """Pass on what is done in place to parts, and with which numbers: a rank that does it alone changes its rows only.
 
     Args:
         counts: Whether a change of a part does.
-        note_change: Gets the name of each function, and the numbers that it is given, a tensor of one element as it is.
+        note_change: Gets the name of each function, and the numbers that it is given, a tensor of one element as it is, None for others.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
 
@@ -40,8 +40,7 @@ def note_changes_of_parts(
         def run(func: Any, args: Any, kwargs: Any) -> Any:
             first = args[0][0] if isinstance(args[0], list | tuple) and args[0] else args[0]
             if isinstance(first, DTensor) and not in_backward_pass() and counts(first):
-                given = map(number_of, (*args[1:], *(kwargs or {}).values()))
-                note_change(func._schema.name, [number for number in given if number is not None])
+                note_change(func._schema.name, map(number_of, (*args[1:], *(kwargs or {}).values())))
             return stock_result(handlers, func, args, kwargs) if inner is None else inner(func, args, kwargs)
 
         vars(run).update(vars(inner) if inner is not None else {}, notes_changes=True)

@@ -44,11 +44,12 @@ class LossNumbers:
         mark = _mark_of_tensor(number) if isinstance(number, Tensor) else _mark(number)
         self._sum = self._sum + weight * mark
 
-    def note_change(self, function: str, numbers: Iterable[Tensor | float]) -> None:
-        """Note that a function, of this name in all processes, changes parts in place with these numbers."""
+    def note_change(self, function: str, given: Iterable[object]) -> None:
+        """Note that a function, of this name in all processes, changes parts in place, with the numbers among what it is given."""
         self.note(1.0 + crc32(function.encode()) % 1000)
-        for number in numbers:
-            self.note(number)
+        for one in given:
+            if isinstance(one, int | float) or (isinstance(one, Tensor) and one.numel() == 1):
+                self.note(one)
 
     def take(self) -> Tensor | float:
         """One number (f64) for all that were noted, 0 if there were none; begins anew."""

@@ -156,11 +156,8 @@ class FlatGradient(_Part):
         return self._with_opened(self.gathered)
 
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        given = (*args, *kwargs.values())
-        NUMBERS.note_change(  # of this rank's part; the text of a function has an address of this process
-            function.__name__,
-            [one for one in given if isinstance(one, int | float) or (isinstance(one, Tensor) and one.numel() == 1)],
-        )
+        # Of this rank's part; the text of a function has an address of this process.
+        NUMBERS.note_change(function.__name__, (*args, *kwargs.values()))
         if self.gathered is not None:
             function(self.gathered if self.opened is None else self.opened, *args, **kwargs)
             return

@@ -2,7 +2,7 @@
 
 `if state.is_world_process_zero: group["lr"] *= 0.1` changes them for one stage, shard or part only. A digest of them rides on
 messages that are sent anyway: that in which the ranks compare what they backpropagated, what the stages tell each other before an
-optimizer steps, and the norm over the parts of ZeRO. Replicas that each update all weights send one by itself, in few steps. Only where
+optimizer steps, and the norm over the parts of ZeRO. Replicas that each update all weights send one with their first gradients. Only where
 digests differ do the ranks tell each other more.
 
 Whether an optimizer has lost its state since its last step (`optimizer.state.clear()`) counts as a setting, which one that never had any

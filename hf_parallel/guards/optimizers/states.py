@@ -59,7 +59,9 @@ class StateOfPart(Tensor):
                 "zero, times a factor), or set tp_size to 1 and zero.stage to 0."
             )
         if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-            NUMBERS.note_change(name, _numbers((*args[1:], *(kwargs or {}).values())))  # of this rank's part
+            given = (*args[1:], *(kwargs or {}).values())
+            plain = (one.as_subclass(Tensor) if isinstance(one, cls) else one for one in given)
+            NUMBERS.note_change(name, plain)  # of this rank's part
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -67,12 +69,6 @@ class StateOfPart(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-
-def _numbers(given: Iterable[Any]) -> Iterator[Tensor | float]:
-    for one in given:
-        if isinstance(one, int | float) or (isinstance(one, Tensor) and one.numel() == 1):
-            yield one.as_subclass(Tensor) if isinstance(one, Tensor) else one
 
 
 class Shown(MutableMapping[Any, Any]):
