@@ -86,8 +86,8 @@ def profile_for(model: str, hidden: str, layers: str, heads: str, kv_heads: str,
     wide, many = int(hidden), int(heads)
     sizes = {"n_embd": wide, "n_layer": 2, "n_head": many, "n_inner": int(ffn), "vocab_size": int(vocab)}
     config: Any = GPT2Config(**sizes, tie_word_embeddings=model != "gpt_untied")
-    if model.startswith("llama"):
-        config = LlamaConfig(
+    if model.startswith("llama") or model == "starcoder2":  # that has layer norms and no gate, as GPT
+        config = (Starcoder2Config if model == "starcoder2" else LlamaConfig)(
             hidden_size=wide,
             num_hidden_layers=2,
             num_attention_heads=many,
@@ -95,16 +95,6 @@ def profile_for(model: str, hidden: str, layers: str, heads: str, kv_heads: str,
             intermediate_size=int(ffn),
             vocab_size=int(vocab),
             tie_word_embeddings=model == "llama_tied",
-        )
-    elif model == "starcoder2":  # layer norms and no gate, as GPT, with fewer heads of keys and values
-        config = Starcoder2Config(
-            hidden_size=wide,
-            num_hidden_layers=2,
-            num_attention_heads=many,
-            num_key_value_heads=int(kv_heads),
-            intermediate_size=int(ffn),
-            vocab_size=int(vocab),
-            tie_word_embeddings=False,
         )
     elif model == "mpt":
         ratio = int(ffn) // wide
