@@ -6,7 +6,7 @@ Buckets follow the backward order (last parameter first), so all ranks get the s
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from hf_parallel.data_parallel.buffer_pool import BufferPool
 from hf_parallel.errors import ConfigError, UnsupportedError
 
 
-BUCKET_BYTES = 25 * 2**20  # as DDP
+BUCKET_BYTES = 25 * 2**20  # as DDP, which closes a bucket that has reached its size, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,18 @@ class Bucket:
         """Whether some elements of the buffer are of no parameter."""
         return sum(param.numel() for param in self.params) < self.numel
 
-    def slot(self, flat: Tensor, position: int) -> Tensor:
-        """The view of a buffer that belongs to a parameter, in its shape."""
-        param, start = self.params[position], self.offsets[position]
-        return flat[start : start + param.numel()].view_as(param)
+    def slots(self, flat: Tensor) -> list[Tensor]:
+        """The views of a buffer that belong to the parameters, each in its shape."""
+        return [
+            flat[start : start + param.numel()].view_as(param)
+            for param, start in zip(self.params, self.offsets, strict=True)
+        ]
 
     def unpack(self, flat: Tensor, present: Sequence[bool]) -> None:
         """Make the gradients views of a reduced buffer; a parameter that is not `present` keeps None."""
-        for position, (param, here) in enumerate(zip(self.params, present, strict=True)):
+        for param, slot, here in zip(self.params, self.slots(flat), present, strict=True):
             if here:
-                param.grad = self.slot(flat, position).to(param.dtype)
+                param.grad = slot.to(param.dtype)
 
     def refuse_sparse(self) -> None:
         """Raise for a gradient that does not lie in a dense buffer."""
@@ -77,32 +79,34 @@ class Packed:
     """A flat buffer, f[bucket.numel + flags], and the positions of the gradients in it, multiplied by `factor`.
 
     Attributes:
+        slots: The views of the buffer, made at once: a hook that runs between large products finds no code in the cache.
         present: Whether each parameter has a gradient in the buffer, once no more follow.
     """
 
     bucket: Bucket
     flat: Tensor
     factor: float
-    moved: set[int]
+    moved: set[int] = field(default_factory=set)
+    slots: list[Tensor] = field(init=False)
     present: tuple[bool, ...] = ()
 
-    def take(self, positions: Sequence[int]) -> None:
-        """Move gradients that there are into the buffer."""
-        params = self.bucket.params
-        found = [(at, grad) for at in positions if (grad := params[at].grad) is not None]
-        if found:
-            copy_scaled([self.bucket.slot(self.flat, at) for at, _ in found], [grad for _, grad in found], self.factor)
-        self.moved.update(positions)
-        for at in positions:
-            params[at].grad = None
+    def __post_init__(self) -> None:
+        self.slots = self.bucket.slots(self.flat)
 
-    def close(self) -> None:
-        """No more gradients follow: zeros where none has moved to."""
-        self.present = tuple(position in self.moved for position in range(len(self.bucket.params)))
+    def take_rest(self) -> None:
+        """Move the gradients that there are into the buffer; no more follow: zeros where none has moved to."""
+        params = self.bucket.params
+        found = [(at, param.grad) for at, param in enumerate(params) if param.grad is not None]
+        if found:
+            copy_scaled([self.slots[at] for at, _ in found], [grad for _, grad in found], self.factor)
+        for at, _ in found:
+            self.moved.add(at)
+            params[at].grad = None
+        self.present = tuple(position in self.moved for position in range(len(params)))
         if not all(self.present):
-            for position, here in enumerate(self.present):
+            for slot, here in zip(self.slots, self.present, strict=True):
                 if not here:
-                    self.bucket.slot(self.flat, position).zero_()
+                    slot.zero_()
 
 
 class Packer:
@@ -145,12 +149,16 @@ class Packer:
     def arrived(self, index: int, position: int) -> None:
         """Move a complete gradient into its bucket; the others of the bucket will have the same factor."""
         bucket = self._buckets[index]
-        gradient = bucket.params[position].grad
+        param = bucket.params[position]
+        gradient = param.grad
         if gradient is None or bucket.device.type != "cpu" or gradient.layout != torch.strided:
             return
-        if index not in self._filling:
-            self._filling[index] = self._new(bucket)
-        self._filling[index].take([position])
+        packed = self._filling.get(index)
+        if packed is None:
+            packed = self._filling[index] = self._new(bucket)
+        copy_scaled([packed.slots[position]], [gradient], packed.factor)
+        packed.moved.add(position)
+        param.grad = None
 
     def pack(self, index: int) -> Packed:
         """The buffer of a bucket with the gradients that there are, and zeros for the others.
@@ -161,8 +169,7 @@ class Packer:
         bucket = self._buckets[index]
         bucket.refuse_sparse()
         packed = self._filling.pop(index, None) or self._new(bucket)
-        packed.take([position for position, param in enumerate(bucket.params) if param.grad is not None])
-        packed.close()
+        packed.take_rest()
         if self._flagged:
             flags = packed.flat[bucket.numel : bucket.numel + len(bucket.params)]
             flags.copy_(torch.tensor(packed.present)) if not all(packed.present) else flags.fill_(1.0)
@@ -174,7 +181,7 @@ class Packer:
         flags = len(bucket.params) if self._flagged else 0
         flags += self._num_beside if bucket is self._buckets[0] else 0
         flat = self._pool.empty(bucket.numel + flags, bucket.dtype, bucket.device)
-        return Packed(bucket, flat.zero_() if bucket.has_gaps else flat, self.factor, set())
+        return Packed(bucket, flat.zero_() if bucket.has_gaps else flat, self.factor)
 
 
 def lay_out(
@@ -186,11 +193,11 @@ def lay_out(
     multiple: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> list[Bucket]:
-    """Buckets of the trainable parameters, in reverse order; a new one begins where a size would be exceeded.
+    """Buckets of the trainable parameters, in reverse order; one that has reached a size is closed.
 
     Args:
         params: Names and parameters, in the same order on all ranks; one that occurs twice is laid out once.
-        bucket_bytes: Size at which a bucket is closed, at least 1. A larger parameter has a bucket of its own.
+        bucket_bytes: Size at which a bucket is closed, at least 1. It is exceeded by less than the last parameter.
         kind: Parameters of different kinds are kept apart.
         align: Every parameter begins at a multiple of so many elements.
         multiple: The buffer's length is a multiple of so many elements.
@@ -207,13 +214,10 @@ def lay_out(
     for name, param in unique.values():
         summed = param.dtype if param.dtype.itemsize > torch.float32.itemsize else dtype
         key = (summed, param.device, kind(name, param))
-        draft = drafts.get(key)
-        if draft is not None and (draft.end + param.numel()) * summed.itemsize > bucket_bytes:
-            buckets.append(draft.closed(*key, multiple))
-            draft = None
-        if draft is None:
-            draft = drafts[key] = _Draft([], [], [])
+        draft = drafts.setdefault(key, _Draft([], [], []))
         draft.add(name, param, align)
+        if draft.end * summed.itemsize >= bucket_bytes:
+            buckets.append(drafts.pop(key).closed(*key, multiple))
     buckets += [draft.closed(*key, multiple) for key, draft in drafts.items()]
     return buckets
 

@@ -19,7 +19,12 @@ class DataParallelConfig(Section):
 
     bucket_cap_mb: Annotated[
         float,
-        Field(gt=0, le=1e6, allow_inf_nan=False, description="MiB of gradients in one message, a number above 0"),
+        Field(
+            gt=0,
+            le=1e6,
+            allow_inf_nan=False,
+            description="MiB of gradients at which a message leaves, a number above 0",
+        ),
         BeforeValidator(number),
     ] = 25.0
     overlap: Annotated[bool, Field(description="true or false: messages leave while the backward pass still runs")] = (

@@ -64,6 +64,21 @@ def test_what_no_gradient_fills_is_zero(arrives: bool, align: int) -> None:
     assert packed.flat[:-3].count_nonzero() == sum(gradient.numel() for gradient in gradients[1:])
 
 
+@pytest.mark.parametrize(
+    ("elements", "buckets"),
+    [
+        ([4, 4, 4, 4], [8, 8]),
+        ([5, 4, 4], [8, 5]),
+        ([4, 100, 4], [104, 4]),
+        ([100, 4, 4], [8, 100]),
+        ([8, 2, 9], [9, 10]),
+    ],
+)
+def test_a_bucket_that_reaches_its_size_is_closed(elements: list[int], buckets: list[int]) -> None:
+    named = [(f"p{index}", nn.Parameter(torch.zeros(count))) for index, count in enumerate(elements)]
+    assert [bucket.numel for bucket in lay_out(named, 8 * 4)] == buckets
+
+
 def test_half_precision_gradients_arrive_in_the_dtype_of_the_sum() -> None:
     param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     (bucket,) = lay_out([("p", param)])
