@@ -101,14 +101,8 @@ class ZeroPartition:
         self.groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         taken = [(name, param) for name, param in params if id(param) in index_of]
         refuse_overlaps(taken)
-        buckets = _buckets_of(taken, index_of, traffic, shard_group.size())
-        sharers = traffic.sharers or (lambda name: shard_group)
-        groups = [sharers(bucket.names[0]) for bucket in buckets]
-        self.wires = {group: PlainWire(group, pool=self._pool) for group in groups if group not in (None, shard_group)}
-        self.shards = [flatten(bucket, group, host) for bucket, group in zip(buckets, groups, strict=True)]
-        for shard in self.shards:
-            shard.counted = counted_pieces(shard, counted)
-        self._buckets = buckets
+        self._buckets = _buckets_of(taken, index_of, traffic, shard_group.size())
+        self.shards = self._flat_parts(traffic, counted)
         self.counts = SharedCounts(optimizer, stage)
         for shard, names_of_it in take_over(optimizer, self.shards):
             self.counts.begin(shard, names_of_it)
@@ -116,20 +110,9 @@ class ZeroPartition:
         self._kernel = FusedOnHost(optimizer) if on_host else None
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-        self._packer = Packer(buckets, self._pool, flagged=False)
+        self._packer = Packer(self._buckets, self._pool, flagged=False)
         self._under_way: list[UnderWay] = []
-        late = frozenset(
-            i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
-        )
-        self._overlap = Overlap(
-            buckets,
-            self._start,
-            self._packer.arrived,
-            late,
-            watches=traffic.overlaps,
-            noticed=traffic.noticed,
-            early=self._pool.forget,
-        )
+        self._overlap = self._overlap_of(traffic)
         self.late: LateGather | None = None
         self.absent_names: frozenset[str] = frozenset()
         self.drops = 0  # a digest of the gradients that user code has dropped before steps until now
@@ -138,6 +121,33 @@ class ZeroPartition:
         self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
         self._prints = self._fingerprints()
         self.note()
+
+    def _flat_parts(self, traffic: Traffic, counted: Callable[[str, nn.Parameter], bool | Tensor]) -> list[FlatShard]:
+        """A flat buffer for each bucket; `wires` are those of the buckets that other ranks share than `shard_group`."""
+        sharers = traffic.sharers or (lambda name: self.shard_group)
+        groups = [sharers(bucket.names[0]) for bucket in self._buckets]
+        others = [group for group in groups if group not in (None, self.shard_group)]
+        self.wires = {group: PlainWire(group, pool=self._pool) for group in others}
+        shards = [flatten(bucket, group, self.host) for bucket, group in zip(self._buckets, groups, strict=True)]
+        for shard in shards:
+            shard.counted = counted_pieces(shard, counted)
+        return shards
+
+    def _overlap_of(self, traffic: Traffic) -> Overlap:
+        late = frozenset(
+            index
+            for index, bucket in enumerate(self._buckets)
+            if isinstance(bucket.kind, FlatKind) and traffic.late(bucket.kind.user)
+        )
+        return Overlap(
+            self._buckets,
+            self._start,
+            self._packer.arrived,
+            late,
+            watches=traffic.overlaps,
+            noticed=traffic.noticed,
+            early=self._pool.forget,
+        )
 
     @property
     def names(self) -> list[str]:
