@@ -82,7 +82,7 @@ class GradientReducer:
         )
 
     def _make_packer(self, *, lossy: bool) -> Packer:
-        """What fills the buckets; flags and what is compared travel with them where they arrive as they are."""
+        """Make the packer of the buckets; flags and the compared bits travel in them where they arrive as they are."""
         compared = None if lossy else self.compared
         beside, num_beside = (None, 0) if compared is None else (compared.bits, compared.num_bits)
         return Packer(self._buckets, self._pool, flagged=not lossy, beside=beside, num_beside=num_beside)

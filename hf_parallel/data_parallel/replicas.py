@@ -89,7 +89,7 @@ class Replicas:
 
     @property
     def compared(self) -> list[Compared]:
-        """What this rank compares with those that update the same weights by themselves."""
+        """Comparisons of this rank with those that update the same weights by themselves."""
         return [reducer.compared for reducer in self._reducers if reducer.compared is not None]
 
     @property

@@ -82,7 +82,7 @@ class Wire(Protocol):
 
 
 class Compared(Protocol):
-    """What ranks compare beside the gradients that they sum: bits that are the same on all of them, or something is wrong."""
+    """Bits that ranks compare beside the gradients that they sum: the same on all of them, or something is wrong."""
 
     num_bits: int
 

@@ -67,7 +67,7 @@ def record_step(
 
 
 def _flags(run: dict[str, Sizes]) -> dict[str, list[tuple[bool, bool, bool]]]:
-    """What the changes of each part are of, without their sizes."""
+    """Kinds of the changes of each part, without their sizes."""
     return {name: [(whole, gradient, gathered) for _, whole, gradient, gathered in run[name]] for name in PARTS}
 
 

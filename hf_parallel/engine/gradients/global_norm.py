@@ -88,7 +88,7 @@ class GlobalNorm:
         return self._replicas.zero is not None or self._replicas.sharded is not None
 
     def _summed(self, total: Tensor, *, infinite: bool) -> Tensor:
-        """What the ranks of a model copy count together (0-d, f64), after they have told each other what else they must."""
+        """Sum of the counts of a model copy's ranks (0-d, f64), after they have told each other what else they must."""
         self._times_told += 1
         told, group = None, self._mesh.model_group
         if self.has_parts:
@@ -113,6 +113,6 @@ class GlobalNorm:
         return power_sum(gradients, norm_type, device)
 
     def _beside_parts(self) -> list[Tensor]:
-        """What this rank counts of the gradients that are not partitioned."""
+        """Count of this rank of the gradients that are not partitioned."""
         shown, parameters = self._shown, self._parameters.items()
         return [g for n, p in parameters if shown.is_first(n) for g in self._counted.gradients(n, p)]

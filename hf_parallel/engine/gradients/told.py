@@ -55,7 +55,7 @@ class ToldOverParts:
         NUMBERS.in_step = False
 
     def sum(self, power: Tensor, *, infinite: bool) -> tuple[Tensor, Tensor | None]:
-        """What the ranks that share the optimizer count together (0-d, f64); collective over all copies of its state.
+        """Sum of the counts of the ranks that share the optimizer (0-d, f64); collective over all copies of its state.
 
         Returns:
             The sum; a word of each rank's settings and, last (`SPREAD`), a rank that trains other parameters than the first one,

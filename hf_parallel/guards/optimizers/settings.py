@@ -169,7 +169,7 @@ class OptimizerSettings:
         self._stages_differ = self._stages_differ or len(stages) > 1
 
     def _gathered(self, group: dist.ProcessGroup | None, size: int, known: Known | None = None) -> list[Any]:
-        """What each of the `size` ranks of a group tells."""
+        """Answers of all `size` ranks of a group, in their order."""
         everyone: list[Any] = [None for _ in range(size)]
         used, now = known or self.known()
         mine: Told = used.settings, now.settings, self._kinds_of_groups()
