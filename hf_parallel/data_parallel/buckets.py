@@ -145,9 +145,14 @@ class Packer:
         """Whether gradients are in buffers that were not handed over yet."""
         return bool(self._filling)
 
-    @torch.no_grad()
     def arrived(self, index: int, position: int) -> None:
         """Move a complete gradient into its bucket; the others of the bucket will have the same factor."""
+        if (
+            torch.is_grad_enabled()
+        ):  # `create_graph=True`; autograd has switched it off else, and entering `no_grad` takes time
+            with torch.no_grad():
+                self.arrived(index, position)
+            return
         bucket = self._buckets[index]
         param = bucket.params[position]
         gradient = param.grad

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -46,7 +45,7 @@ class Overlap:
         self._noticed, self._early = noticed, early
         self._armed = False
         self._next = 0
-        self._seen: Counter[int] = Counter()
+        self._seen: dict[int, int] = {}  # pieces of the gradient of each parameter in the armed pass
         self._whole: set[int] | None = None  # buckets whose gradients come in one piece; None: not known yet
         self._missing: list[int] = []
         self._watched: set[int] = set()  # buckets with parameters that have hooks of user code
@@ -122,10 +121,10 @@ class Overlap:
         return arrived
 
     def _arrived(self, index: int, position: int, param: nn.Parameter) -> None:
-        self._seen[id(param)] += 1
+        self._seen[id(param)] = pieces = self._seen.get(id(param), 0) + 1
         if self._whole is None or index not in self._whole or index in self._watched:
             return
-        if self._seen[id(param)] > 1:
+        if pieces > 1:
             raise UnsupportedError(
                 f"the gradient of {self._buckets[index].names[position]} arrived in several pieces in one backward "
                 "pass, after passes in which it came whole: its reduction may have begun without the rest. Set "
@@ -133,5 +132,7 @@ class Overlap:
             )
         self._take(index, position)
         self._missing[index] -= 1
+        if self._missing[index]:
+            return
         while self._next < len(self._buckets) and self._may_start(self._next):
             self._start_next()
