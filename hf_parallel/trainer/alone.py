@@ -49,7 +49,7 @@ def stock_checkpoints(trainer: Trainer) -> str | None:
         return "the model is not a torch.nn.Module"
     methods_of_state = own_states(trainer)
     if methods_of_state:
-        return f"{type(trainer).__name__} has a {methods_of_state[0]} of its own"
+        return f"{type(trainer).__name__} has a {methods_of_state[0]} of its own, which does not call that of Trainer"
     # What other methods of PEFT save may be made of what they train: stock code takes it up.
     methods = {
         str(config.peft_type).rpartition(".")[2] for config in getattr(trainer.model, "peft_config", {}).values()

@@ -56,6 +56,7 @@ from hf_parallel.trainer.placing import sent_by
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.trainer.prepared import bare_optimizer
 from hf_parallel.trainer.restarts import refuse_memory
+from hf_parallel.trainer.state_below import StateBelow
 from hf_parallel.trainer.user_code import own_states
 from hf_parallel.worker import prepare_engine
 
@@ -234,7 +235,8 @@ def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
 def _mix_in(trainer: Trainer) -> None:
     kind = type(trainer)
     if not issubclass(kind, HFParallelTrainerMixin):
-        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, kind), {})
+        theirs = () if kind is Trainer else (kind,)
+        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, *theirs, StateBelow), {})
 
 
 def attach_trainer(trainer: Trainer, session: Session) -> None:
@@ -362,8 +364,8 @@ def _not_called(trainer: Trainer) -> list[str]:
     if trainer.args.save_strategy == SaveStrategy.NO:
         return []
     return [
-        f"{type(trainer).__name__}.{name} would not run: each rank saves and loads its part of the training state. Do the same in "
-        "TrainerCallback.on_save or _save_checkpoint, or set save_strategy to no."
+        f"{type(trainer).__name__}.{name} does not call super().{name}: each rank saves and loads its part of the training state "
+        "there. Call it, do the same in TrainerCallback.on_save or _save_checkpoint, or set save_strategy to no."
         for name in own_states(trainer)
     ]
 

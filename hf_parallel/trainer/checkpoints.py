@@ -295,9 +295,10 @@ class CheckpointMixin(RestartMixin):
             return
         super()._push_from_checkpoint(checkpoint_folder)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def _hf_parallel_save_state(self, output_dir: str, stock: Callable[[str], None]) -> None:
+        """Write the training state, each rank its part, where stock writes the whole."""
         if not self._hf_parallel_checkpoints:
-            super()._save_optimizer_and_scheduler(output_dir)
+            stock(output_dir)
             return
         folder, holdings, engine = Path(output_dir), self._holdings(), self._engine
         step = engine.seeds.step if isinstance(engine, PipelineEngine) else None

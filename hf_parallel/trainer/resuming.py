@@ -33,6 +33,7 @@ from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.saving import SavingMixin
+from hf_parallel.trainer.state_below import passes_on
 from hf_parallel.trainer.user_code import is_users_function
 
 
@@ -151,8 +152,15 @@ class ResumeMixin(SavingMixin):
         return not self._hf_parallel_alone or Path(checkpoint, DESCRIPTION).is_file()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        theirs = super()._load_optimizer_and_scheduler
+        if is_users_function(theirs) and not passes_on(theirs):  # it reads more, of a state that it takes for loaded
+            self._hf_parallel_load_state(checkpoint, lambda checkpoint: None)
+        theirs(checkpoint)
+
+    def _hf_parallel_load_state(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
+        """Read this rank's part of the training state."""
         if checkpoint is None or not self._takes_up(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            stock(checkpoint)
             return
         folder, holdings = Path(checkpoint), self._holdings()
         with self._together(folder, "read the training state", writes=False):
@@ -160,9 +168,6 @@ class ResumeMixin(SavingMixin):
             self._load_scheduler(folder / SCHEDULER, resumed.order)
         if isinstance(self._engine, PipelineEngine) and resumed.dropout_step is not None:
             self._engine.seeds.step = resumed.dropout_step
-        theirs = super()._load_optimizer_and_scheduler
-        if is_users_function(theirs):  # stock, which it calls, finds no optimizer.pt here
-            theirs(checkpoint)
 
     def _load_scheduler(self, path: Path, order: list[int]) -> None:
         if self.lr_scheduler is None:
@@ -181,10 +186,10 @@ class ResumeMixin(SavingMixin):
                 "lr_scheduler_type it was saved with."
             ) from error
 
-    def _load_scaler(self, checkpoint: str | None) -> None:
+    def _hf_parallel_load_scaler(self, checkpoint: str | None, stock: Callable[[str | None], None]) -> None:
         """Load the loss scale; refuse a state that is damaged, missing, or of a run in another precision."""
         if checkpoint is None or not self._takes_up(checkpoint):
-            super()._load_scaler(checkpoint)
+            stock(checkpoint)
             return
         folder, scaler = Path(checkpoint), getattr(self.accelerator, "scaler", None)
         scales = scaler is not None and scaler.is_enabled()
@@ -219,9 +224,12 @@ class ResumeMixin(SavingMixin):
 
     def _load_rng_file(self, source: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            # Stock code looks for a file with this rank's number.
-            link = Path(folder, rng_file(self.args.process_index, self.args.world_size))
-            link.symlink_to(source.resolve())
+            # Stock code, and that of users, looks for a file with this rank's number; users may have put others beside it.
+            mine = rng_file(self.args.process_index, self.args.world_size)
+            for each in source.parent.iterdir():
+                if each.name != mine:
+                    Path(folder, each.name).symlink_to(each.resolve())
+            Path(folder, mine).symlink_to(source.resolve())
             super()._load_rng_state(folder)
 
 

@@ -19,12 +19,11 @@ from hf_parallel.guards.meeting import meeting_of_shards
 from hf_parallel.guards.weights.state_dicts import ShardOfState
 from hf_parallel.tensor_parallel.run.known_parts import known_parts
 from hf_parallel.tensor_parallel.run.parts import watch_calls
+from hf_parallel.trainer.state_below import passes_on
 
 
 # What subclasses override and that runs on all ranks. In `compute_loss` a model of shards itself lists whole parameters.
 METHODS = ("training_step", "prediction_step", "evaluation_loop", "evaluate", "predict", "log", "save_model")
-# What ours do in their place, each rank with its part of the training state: stock, which they would call, has the whole.
-IN_PARTS = ("_save_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
 KINDS: tuple[type[Tensor], ...] = (ShardOfState,)
 LIBRARIES = ("transformers", "hf_parallel")
 
@@ -117,8 +116,14 @@ def overrides(trainer: object, name: str) -> bool:
 
 
 def own_states(trainer: object) -> list[str]:
-    """Methods of a Trainer's subclass, or put on the object, that would save or load training state and do not run."""
-    return [name for name in IN_PARTS if overrides(trainer, name)]
+    """Methods of a Trainer's subclass, put on the object or on Trainer that would save or load training state without ours."""
+    return [name for name in ("_save_optimizer_and_scheduler", "_load_scaler") if not _reaches_ours(trainer, name)]
+
+
+def _reaches_ours(trainer: object, name: str) -> bool:
+    """Whether nobody replaces a method below which ours stands, or only by methods that call it."""
+    methods = [vars(kind)[name] for kind in type(trainer).__mro__ if name in vars(kind) and _is_users(kind)]
+    return name not in vars(trainer) and not is_users_function(getattr(Trainer, name)) and all(map(passes_on, methods))
 
 
 def is_users_function(function: Callable[..., Any]) -> bool:
