@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,9 +16,11 @@ from hf_parallel.engine.run.direct import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.guards.calls.on_stages import OnStages
 from hf_parallel.guards.meeting import meeting_of_shards
+from hf_parallel.guards.optimizers.states import PartStates
 from hf_parallel.guards.weights.state_dicts import ShardOfState
 from hf_parallel.tensor_parallel.run.known_parts import known_parts
 from hf_parallel.tensor_parallel.run.parts import watch_calls
+from hf_parallel.trainer.prepared import bare_optimizer
 from hf_parallel.trainer.state_below import passes_on
 
 
@@ -48,6 +50,7 @@ class UserCode:
                 *(engine.attachment.parameters, engine.mesh.shape.pp_size),
                 resting=lambda: engine.is_running,
                 everywhere=engine.attachment.ledger.on_all(engine.mesh.shape.pp_size),
+                states=functools.partial(_states_of, trainer),
             )
             engine.watching, options["gathered"] = stages.modes, stages.follow
         known = known_parts(model, **options)
@@ -88,6 +91,12 @@ class UserCode:
                 del vars(owner)[name]
                 if own is not None:
                     vars(owner)[name] = own
+
+
+def _states_of(trainer: Trainer) -> Mapping[Any, Any]:
+    """What the optimizer keeps, by parameter; nothing of an optimizer of flat parts, which has its own rules."""
+    state: Any = bare_optimizer(trainer.optimizer).state if trainer.optimizer is not None else {}
+    return {} if isinstance(state, PartStates) else state
 
 
 def _inside(context: Callable[[], AbstractContextManager[None]], call: Callable[..., Any]) -> Callable[..., Any]:

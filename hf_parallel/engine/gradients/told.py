@@ -40,6 +40,7 @@ class ToldOverParts:
         self._parameters = list(parameters)
         self._trained = TrainedWord(self._parameters)
         self._awaited = Awaited(self._judge)
+        NUMBERS.take()  # of another model, if its training failed
         # If the optimizer's state is in several copies, each hears of what is wrong in the others.
         self._group = mesh.dp_shard_group if mesh.dp_replicate_group is None else mesh.copies_group
 

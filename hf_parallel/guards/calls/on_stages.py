@@ -110,6 +110,7 @@ class OnStages(TorchDispatchMode):
         pp_size: Number of stages, for messages.
         resting: Whether the model itself runs, in an evaluation that a callback starts.
         everywhere: Names of parameters that all stages hold: numbers of these are the same on all.
+        states: Gives what optimizers keep of parameters, by parameter: it counts as these do.
     """
 
     def __init__(
@@ -118,10 +119,11 @@ class OnStages(TorchDispatchMode):
         pp_size: int,
         resting: Callable[[], bool] = lambda: False,
         everywhere: frozenset[str] = EMPTY,
+        states: Callable[[], Mapping[Any, Any]] = dict,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters, self._pp_size, self._resting = parameters, pp_size, resting
-        self._everywhere = everywhere
+        self._everywhere, self._states = everywhere, states
         self._found: dict[int, str] | None = None
         self._kept: list[WeakStorage] = []
         self._origins: dict[int, tuple[WeakStorage, Origin]] = {}
@@ -140,19 +142,23 @@ class OnStages(TorchDispatchMode):
     def _names(self) -> dict[int, str]:
         """Storage -> parameter, looked up when user code first computes with tensors."""
         if self._found is None:
-            self._found = {_storage(parameter): name for name, parameter in self._parameters.items()}
+            states = self._states()
+            here: list[tuple[str, Tensor]] = []
+            for name, parameter in self._parameters.items():
+                here += [(name, tensor) for tensor in (parameter, *_moments(states.get(parameter)))]
+            self._found = {_storage(tensor): name for name, tensor in here}
             # `p.data = new` gives one back, and the next tensor, made of another block, would get its id.
-            self._kept = [
-                WeakStorage(_memory(parameter)) for parameter in self._parameters.values() if _storage(parameter)
-            ]
+            self._kept = [WeakStorage(_memory(tensor)) for _, tensor in here if _storage(tensor)]
         return self._found
 
     def _end(self) -> None:
         """Finish a call of user code: what it assigned (`p.data = new`) counts as written."""
+        states = self._states()
         for name, parameter in self._parameters.items() if self._origins else ():
-            kept = self._origins.get(_storage(parameter))
-            if kept is not None:
-                self._write(name, kept[1])
+            for tensor in (parameter, *_moments(states.get(parameter))):
+                kept = self._origins.get(_storage(tensor))
+                if kept is not None:
+                    self._write(name, kept[1])
             if type(parameter.grad) is Tensor:  # what a backward pass has put there
                 self._write(name, self._origin(parameter.grad))
         self._read = ""
@@ -364,6 +370,12 @@ def block_of(name: str) -> str:
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
     return ".".join(parts[: number + 1])
+
+
+def _moments(state: Any) -> Iterator[Tensor]:
+    """What an optimizer keeps of one parameter, but for counts of steps, which are the same of all."""
+    values = state.values() if isinstance(state, Mapping) else ()
+    return (one for one in values if isinstance(one, Tensor) and one.ndim > 0 and one.layout is torch.strided)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

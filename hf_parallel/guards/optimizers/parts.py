@@ -15,7 +15,7 @@ from hf_parallel.data_parallel.flat import FlatShard, is_per_element
 from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.optimizers.states import Shown, StateOfPart
+from hf_parallel.guards.optimizers.states import Shown, StateOfPart, refuse_of_its_shape
 
 
 class ShownOptimizer:
@@ -269,6 +269,8 @@ class _State(MutableMapping[Any, Any]):
             return
         NUMBERS.note_change(str(key), ())
         mine, given = self._real[key][place.piece], value.as_subclass(Tensor)
+        if mine.shape != place.parameter.shape:
+            refuse_of_its_shape("=", [mine], [value])
         if given.shape == place.parameter.shape != mine.shape:
             part = place.shard.part_of(place.position, given)
             given = mine if part is None else part[1]

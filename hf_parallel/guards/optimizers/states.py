@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hf_parallel.compat.torch_tools import draws, pytree
 from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.errors import UnsupportedError
 
@@ -43,6 +44,7 @@ ACROSS = frozenset(
 )
 
 
+# Arithmetic in place; other functions in place have a name that ends with `_`.
 IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"})
 
 
@@ -58,8 +60,11 @@ class StateOfPart(Tensor):
                 "means and thresholds are not those of a parameter. Change the elements of optimizer.state.values() alike (moments to "
                 "zero, times a factor), or set tp_size to 1 and zero.stage to 0."
             )
+        if draws(func):
+            refuse_others(name)
         if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
             given = (*args[1:], *(kwargs or {}).values())
+            refuse_of_its_shape(name, pytree.tree_leaves(args[0]), pytree.tree_leaves(given))
             plain = (one.as_subclass(Tensor) if isinstance(one, cls) else one for one in given)
             NUMBERS.note_change(name, plain)  # of this rank's part
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -69,6 +74,34 @@ class StateOfPart(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def refuse_of_its_shape(name: str, states: Iterable[Any], given: Iterable[Any]) -> None:
+    """Refuse to change parts of states by tensors that have their shapes and are made of something else, unless all elements are alike.
+
+    A rank that holds another part makes another one: a mask of random numbers is not the part of a mask for the whole.
+
+    Raises:
+        UnsupportedError: Such a tensor is among those that are given.
+    """
+    shapes = {one.shape for one in states if isinstance(one, Tensor) and one.ndim > 0}
+    for one in given:
+        is_other = isinstance(one, Tensor) and not isinstance(one, StateOfPart) and one.shape in shapes
+        if is_other and one.numel() > 1 and bool((one != one.flatten()[0]).any()):
+            refuse_others(name)
+
+
+def refuse_others(name: str) -> NoReturn:
+    """Refuse what gives a part of a state other elements than the whole would have there.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{name}() of an optimizer's state by random numbers, or by a tensor of its shape that was not made of it, with tp_size or "
+        "zero.stage above 0: this rank has a part of it, and in one process the part would be given other numbers. Change its elements "
+        "alike (to zero, times a factor) or by what is made of them (state > 0), or set tp_size to 1 and zero.stage to 0."
+    )
 
 
 class Shown(MutableMapping[Any, Any]):

@@ -25,7 +25,7 @@ from hf_parallel.compat.private_torch import brings_into_file, in_backward_pass
 from hf_parallel.compat.torch_tools import draws, is_elementwise, own_shape, pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.run.functions import copy_to_tp
-from hf_parallel.tensor_parallel.run.known_parts import KnownParts
+from hf_parallel.tensor_parallel.run.known_parts import PLAIN, KnownParts
 from hf_parallel.tensor_parallel.run.whole_tensors import Owned, stand_in
 
 
@@ -99,7 +99,10 @@ class OnParts(TorchFunctionMode):
             return func(*args, **kwargs)
         if brings_into_file(func, sys._getframe(1), LIBRARIES):
             _refuse_file(found[0][1])
-        if not _asked_by_user():
+        draws_for_part = (
+            getattr(func, "__name__", "") in DRAWS and leaves[0] is found[0][0]
+        )  # PEFT, as it makes adapters anew
+        if not draws_for_part and not _asked_by_user():
             out = func(*args, **kwargs)
             self._is_alike(out, leaves, found[0])
             return out
@@ -204,8 +207,14 @@ class OnParts(TorchFunctionMode):
         parts = [known for leaf in _tensors((args, kwargs)) if (known := self._known.of(leaf)) is not None]
         by_parts = is_elementwise(func) and any(own_shape(target) == part.shape for part, _ in parts)
         if by_parts or not isinstance(args[0], Tensor):
-            return func(*args, **kwargs)
+            # What refuses tensors that it does not know (a part of an optimizer's state) knows those of its own class.
+            return func(*pytree.tree_map(functools.partial(self._like, target), args), **kwargs)
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
+
+    def _like(self, target: Tensor, value: Any) -> Any:
+        """A part that a tensor of another class is changed by, as of that class."""
+        is_known = isinstance(value, Tensor) and self._known.of(value) is not None
+        return value.as_subclass(type(target)) if is_known and type(target) not in PLAIN else value
 
     def _is_alike(self, out: Any, leaves: list[Tensor], first: tuple[Tensor, Owned]) -> bool:
         """Whether everything that came out has the shape of a part that went in; it is known from then on."""
