@@ -200,6 +200,40 @@ class Waits(torch.optim.SGD):
         return None if self.waits > 0 else super().step(closure)
 
 
+class Marks(torch.optim.SGD):
+    """Says of each parameter, as it is built, what a step does with it: those of Muon are made so."""
+
+    def __init__(self, parameters: Any, clips: bool = False) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.clips = clips
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["turns"] = parameter.ndim > 1
+
+    def step(self, closure: Any = None) -> Any:
+        everything = self.param_groups[0]["params"]
+        if self.clips:
+            clip_grad_norm_(everything, 0.05)
+        for parameter in everything:
+            if self.state[parameter]["turns"]:
+                parameter.grad.neg_()
+        return super().step(closure)
+
+
+class Seeds(torch.optim.SGD):
+    """Counts the parameters as it is built, and draws by that (APOLLO's projections)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2)
+        for index, parameter in enumerate(self.param_groups[0]["params"]):
+            self.state[parameter]["seed"] = index
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            generator = torch.Generator().manual_seed(self.state[parameter]["seed"])
+            parameter.grad.mul_(torch.rand(parameter.shape, generator=generator))
+        return super().step(closure)
+
+
 class StandsIn(torch.optim.Optimizer):
     """Does nothing, where hooks step in the backward pass."""
 
@@ -229,6 +263,18 @@ def test_a_copy_is_as_a_step_needs_it(kind: Any) -> None:
 def test_what_does_not_move_is_not_believed() -> None:
     with pytest.raises(CannotTry, match="moved none"):
         crosses_parameters(Waits(parameters(), lr=1e-2))
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_what_it_notes_of_parameters_when_it_is_built_is_there_for_a_step(clips: bool) -> None:
+    assert crosses_parameters(Marks(parameters(), clips)) is clips
+    assert goes_by_place(Marks(parameters())) is False
+
+
+def test_parameters_that_were_counted_when_it_was_built_go_by_their_places() -> None:
+    optimizer = Seeds(parameters())
+    assert crosses_parameters(optimizer) is False
+    assert goes_by_place(optimizer) is True
 
 
 def test_a_step_that_reads_nothing_is_believed_not_to_move() -> None:

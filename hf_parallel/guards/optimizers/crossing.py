@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,10 +64,12 @@ def _is_empty(step: Callable[..., Any]) -> bool:
 
 
 def goes_by_place(optimizer: optim.Optimizer) -> bool:
-    """Whether its parameters move differently when the first of them is taken out.
+    """Whether its parameters move differently when the first of them is taken out, or were counted when it was built.
 
     As `crosses_parameters`. False for one that draws random numbers, which are others then, or whose copy does not step.
     """
+    if _has_counted(optimizer.state.values()):
+        return True
     try:
         with _own_numbers(optimizer) as device:
             whole = _moves(optimizer)
@@ -273,7 +275,20 @@ def _before_steps(state: Any, memo: dict[int, Any]) -> dict[nn.Parameter, dict[s
     """Copy, for tiny parameters, the states that an optimizer made when it was built; nothing once it has stepped."""
     made = {memo[id(parameter)]: dict(own) for parameter, own in state.items() if id(parameter) in memo}
     has_stepped = any(isinstance(value, Tensor) for own in made.values() for value in own.values())
-    return {} if has_stepped else copy.deepcopy(made, memo)
+    # By parameter: a copy of the whole would have copies of the tiny parameters, of which no step finds a state.
+    return {} if has_stepped else {tiny: copy.deepcopy(own, memo) for tiny, own in made.items()}
+
+
+def _has_counted(states: Iterable[dict[str, Any]]) -> bool:
+    """Whether each parameter was given a number of its own before the first step (to draw its projection from, say)."""
+    made = list(states)
+    if any(isinstance(value, Tensor) for own in made for value in own.values()):
+        return False
+    given: dict[str, list[int]] = {}
+    for own in made:
+        for key, value in own.items():
+            given.setdefault(key, []).extend([value] if type(value) is int else [])
+    return any(len(numbers) > 1 and len(set(numbers)) == len(numbers) for numbers in given.values())
 
 
 def _is_singleton(value: object) -> bool:
