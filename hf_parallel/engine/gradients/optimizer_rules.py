@@ -14,7 +14,13 @@ from torch import nn
 from hf_parallel.compat.private_optimizers import own_step
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.reads import Reads
-from hf_parallel.guards.optimizers.crossing import CannotTry, crosses_parameters, draws_numbers, goes_by_place
+from hf_parallel.guards.optimizers.crossing import (
+    CannotTry,
+    SendsMessages,
+    crosses_parameters,
+    draws_numbers,
+    goes_by_place,
+)
 from hf_parallel.guards.optimizers.elementwise import known_names, treats_elements_alone
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
@@ -218,10 +224,17 @@ def refuse_crossing_updates(
     by_place = pairs or (has_any and not (crosses or untried) and goes_by_place(optimizer))
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     draws = has_any and draws_numbers(optimizer)
-    found = torch.tensor([int(crosses), int(untried is not None), int(by_place), int(draws)], device=device)
+    sends = untried is not None and isinstance(untried.__cause__, SendsMessages)
+    found = torch.tensor([crosses, untried is not None, by_place, draws, sends], device=device).int()
     if mesh.mp_group is not None:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.mp_group)
-    kind, (anywhere, unknown, placed, drawn) = _named(optimizer), found.tolist()
+    kind, (anywhere, unknown, placed, drawn, sent) = _named(optimizer), found.tolist()
+    if sent:
+        raise UnsupportedError(
+            f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its step sends messages to other ranks (torch.distributed), which "
+            "it takes for replicas that have the same parameters, but each stage has its own: their weights would be mixed. Let it "
+            f"step without messages, as in one process, use one of {known_names()}, or set pp_size to 1."
+        )
     if anywhere:
         _refuse_crossing(optimizer, mesh)
     if placed:

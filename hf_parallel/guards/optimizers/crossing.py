@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from hf_parallel.compat.private_optimizers import is_hook_table, own_step
+from hf_parallel.compat.torch_tools import TorchDispatchMode
 
 
 MOST = 64  # parameters of a group that take part
@@ -28,6 +29,10 @@ OTHERS = 7.0  # what the gradients of others are multiplied with
 # Of gradients. With OTHERS a norm over all grows fivefold, so that a limit anywhere between is met by one of two runs and not the other.
 SIZES = (1.0, 5.0**-4, 5.0**-3, 5.0**-2, 5.0**-1, 5.0, 5.0**2, 5.0**3)
 STEPS = 4  # some begin to limit when they have seen a few
+
+
+class SendsMessages(Exception):
+    """A step of a copy was about to send a message to other ranks."""
 
 
 class CannotTry(Exception):
@@ -117,10 +122,19 @@ def _trying(optimizer: optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _own_numbers(optimizer: optim.Optimizer) -> Iterator[torch.device]:
-    """Inside, random numbers are drawn that change none of those outside; gives the device of the parameters."""
+    """Inside, random numbers are drawn that change none of those outside, and no message is sent; gives the device of the parameters."""
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _NoMessages():
         yield device
+
+
+class _NoMessages(TorchDispatchMode):
+    """Refuses collectives: other ranks, which try other parameters, may send other ones, or none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise SendsMessages(f"its step calls {func.namespace}.{func.__name__}")
+        return func(*args, **(kwargs or {}))
 
 
 def _has_fresh_numbers(device: torch.device) -> bool:
