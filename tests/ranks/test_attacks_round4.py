@@ -182,6 +182,33 @@ class Wrapping(Trainer):
         super().__init__(model=Around(model), **kwargs)
 
 
+class Valued(Around):
+    """It says of what kind the model is, and reads what the last block gives."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base)
+        self.config = base.config
+        torch.manual_seed(1)
+        self.value = nn.Linear(32, 1)
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None, **options: Any) -> Any:
+        outputs = self.base(
+            input_ids=input_ids, attention_mask=attention_mask, labels=labels, output_hidden_states=True
+        )
+        return {"loss": outputs.loss, "logits": outputs.logits, "value": self.value(outputs.hidden_states[-1])}
+
+
+class Valuing(Trainer):
+    """Trains a value head beside the model, as reward models of a causal model do."""
+
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        super().__init__(model=Valued(model), **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        return outputs["logits"][:, 0].square().mean() + outputs["value"][:, 0].square().mean()
+
+
 def with_probe(model: Any) -> None:
     model.probe = nn.Linear(32, 1)
 
@@ -224,6 +251,7 @@ user_steps.KINDS |= {
     "kept": (OnKept, {}),
     "kept_first": (OnFirstKept, {}),
     "wrapping": (Wrapping, {}),
+    "valuing": (Valuing, {}),
     "on_gradients": (OnGradients, {}),
     "probed": (Probed, {"prepare": with_probe}),
 }
@@ -261,6 +289,7 @@ MORE: user_steps.Jobs = {
     "limited_tp2": ("limited", TP2, "", 0),
     "wrapping_dp2": ("wrapping", {}, "", 0),
     "wrapping_zero1": ("wrapping", ZERO1, "", 0),
+    "valuing_zero3": ("valuing", {"zero": {"stage": 3}}, "", 0),
     "probed_pp2": ("probed", PP2, PROBED, 0),
     "probed_tp2": ("probed", TP2, "", 0),
     "kept_tp2": ("kept", TP2, "", 0),

@@ -35,7 +35,9 @@ def install_methods(
     if in_parts:
         methods["__deepcopy__"] = _refuse_copy
         methods["resize_token_embeddings"] = _refuse_resize
-        methods["save_pretrained"] = _whole_only(getattr(model, "save_pretrained", None))
+        own = getattr(model, "save_pretrained", None)
+        if own is not None:  # a module of the user's round a model has none, and is saved as stock saves it
+            methods["save_pretrained"] = _whole_only(own)
     else:
         methods["__deepcopy__"] = functools.partial(_copy_whole, model, forward)
 
@@ -46,11 +48,11 @@ def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool =
     replicas.zero_grad()
 
 
-def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:
+def _whole_only(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     """`save_pretrained` that insists on the gathered weights: by itself it would write this rank's part as the model."""
 
     def save(*args: Any, **kwargs: Any) -> Any:
-        if save_pretrained is None or kwargs.get("state_dict") is None:
+        if kwargs.get("state_dict") is None:
             raise UnsupportedError(
                 "model.save_pretrained() on a parallelized model would save this rank's part as if it were all. Call "
                 "trainer.save_model(folder), or pass state_dict=accelerator.get_state_dict(model)."
