@@ -21,9 +21,9 @@ from hf_parallel.compat.private_accelerate import (
     prepared_by,
 )
 from hf_parallel.compat.private_transformers import CACHES, OVERRIDDEN, cache_output, trainer_internals
-from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.plugin import HFParallelPlugin, RawLoopAccelerator
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
+from hf_parallel.trainer.trainer import HFParallelTrainer
 
 
 def overridden(made: type, stock: type) -> set[str]:
@@ -33,7 +33,7 @@ def overridden(made: type, stock: type) -> set[str]:
 
 
 def test_every_overridden_method_is_checked() -> None:
-    assert overridden(HFParallelTrainerMixin, Trainer) == set(OVERRIDDEN)
+    assert overridden(HFParallelTrainer, Trainer) == set(OVERRIDDEN)
     assert overridden(RawLoopAccelerator, Accelerator) == set(OF_ACCELERATOR)
     assert overridden(HFParallelPlugin, ParallelismConfig) == set(OF_PARALLELISM_CONFIG)
     assert overridden(HFParallelOptimizer, AcceleratedOptimizer) == set(OF_OPTIMIZER)

@@ -124,7 +124,7 @@ def _trying(optimizer: optim.Optimizer) -> Iterator[None]:
 def _own_numbers(optimizer: optim.Optimizer) -> Iterator[torch.device]:
     """Inside, random numbers are drawn that change none of those outside, and no message is sent; gives the device of the parameters."""
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _NoMessages():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _NoMessages():  # type: ignore[no-untyped-call]
         yield device
 
 
