@@ -208,8 +208,8 @@ def run_row(name: str, versions: dict[str, str], tests: Sequence[str], *, keep: 
     return result
 
 
-def table(results: Sequence[Result]) -> list[str]:
-    """A line for each row that has run."""
+def table(results: Sequence[Result], page: str = "") -> list[str]:
+    """A line for each row; where releases cannot be installed here, that of an earlier run on `page`, if there is one."""
     lines = [
         f"| {' | '.join(PACKAGES)} | tests passed | failed | skipped | date |",
         "|:--|:--|:--|:--|--:|--:|--:|:--|",
@@ -217,7 +217,9 @@ def table(results: Sequence[Result]) -> list[str]:
     for result in results:
         versions = " | ".join(result.versions[name] for name in PACKAGES)
         failed = result.problem or str(len(result.failed))
-        lines.append(f"| {versions} | {result.passed} | {failed} | {result.skipped} | {result.date} |")
+        now = f"| {versions} | {result.passed} | {failed} | {result.skipped} | {result.date} |"
+        earlier = [line for line in page.splitlines() if line.startswith(f"| {versions} |")]
+        lines.append(earlier[0] if earlier and result.problem.startswith("not installed") else now)
     return lines
 
 
@@ -263,11 +265,12 @@ def main() -> int:
         given.report.write_text(json.dumps({"tests": list(given.tests), "rows": shown}, indent=1) + "\n")
     ordered = sorted(results.values(), key=lambda one: [Version(one.versions[name]) for name in PACKAGES])
     distinct = {tuple(one.versions.values()): one for one in ordered}
+    page = given.page.read_text()
     tables = {
-        "versions": table(list(distinct.values())),
+        "versions": table(list(distinct.values()), page),
         "ranges": [f"Supported: {', '.join(f'`{one}`' for one in ranges())}."],
     }
-    given.page.write_text(with_tables(given.page.read_text(), tables))
+    given.page.write_text(with_tables(page, tables))
     return 0 if all(results[name].holds or results[name].problem.startswith("refused") for name in wanted) else 1
 
 

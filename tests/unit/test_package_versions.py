@@ -87,3 +87,11 @@ def test_the_table_says_what_ran_and_what_could_not() -> None:
         ["8", "1", "1", "2026-11-22 |"],
         ["0", "not installed: x", "0", "2026-11-22 |"],
     ]
+
+
+def test_what_cannot_be_installed_here_keeps_the_line_of_an_earlier_run() -> None:
+    versions = dict.fromkeys(PACKAGES, "1.0")
+    earlier = table([Result(versions, "2026-11-22", passed=9)])
+    absent, refused = (Result(versions, "2026-11-30", problem=text) for text in ("not installed: x", "refused: torch"))
+    assert table([absent], "\n".join(earlier)) == earlier
+    assert table([refused], "\n".join(earlier)) != earlier
