@@ -30,7 +30,7 @@ def made(stage: int, rates: list[float], *, by_block: bool) -> OptimizerSettings
 
 
 def compare(both: list[OptimizerSettings], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [(one._used.settings, one._now().settings, one._kinds_of_groups()) for one in both]
+    told = [one._told(*one.known()) for one in both]
 
     def gather(into: list[Any], mine: Any, group: Any) -> None:
         into[:] = told

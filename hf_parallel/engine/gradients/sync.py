@@ -41,6 +41,7 @@ from hf_parallel.guards.gradients.showing import ShownGradients
 from hf_parallel.guards.optimizers.crossing import keeps_by_place
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
+from hf_parallel.guards.rates import RatesOfModules
 from hf_parallel.guards.weights.exchanged import WeightGuard
 from hf_parallel.guards.weights.replicas_alike import AlikeReplicas
 from hf_parallel.ledger import Ledger
@@ -151,6 +152,8 @@ class GradientSync:
             is_first: Whether they are the first of their step, and begin before the caller's own.
         """
         self.total_norm.foresee(None)
+        if self.settings.rates is not None:
+            self.settings.rates.look(self.updates)
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_backward()
         self.shown.take_between()
@@ -308,6 +311,7 @@ class GradientSync:
         refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)
         watch_later_steps(optimizer, self._mesh)
         if model is not None and self._weights is None:
+            self.settings.rates = RatesOfModules(model)
             everywhere = [alias for entry in self._ledger if entry.kind == "param" for alias in entry.aliases]
             sharded = self.replicas.sharded  # which exchanges parameters by itself
             gathered_of = sharded.gathered_of if sharded is not None else (lambda parameter: None)

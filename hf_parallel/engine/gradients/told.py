@@ -70,7 +70,7 @@ class ToldOverParts:
         digests = [*([0, 0] if weights is None else weights.digests()), NUMBERS.take()]
         zero = self._replicas.zero
         drops = self._without_gradient() if zero is None else zero.drops
-        words = [self._settings.word(), self._mesh.rank, self._trained.now(), drops, *digests]
+        words = [self._settings.word(of_stage=True), self._mesh.rank, self._trained.now(), drops, *digests]
         # A number is written on the device: copying it there would wait.
         mine = [word.to(power) if isinstance(word, Tensor) else torch.full_like(power, word) for word in words]
         rows = rows_of_ranks(torch.stack([power, *mine]), self._group)

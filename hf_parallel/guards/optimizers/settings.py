@@ -6,7 +6,7 @@ optimizer steps, and the norm over the parts of ZeRO. Replicas that each update 
 digests differ do the ranks tell each other more.
 
 Whether an optimizer has lost its state since its last step (`optimizer.state.clear()`) counts as a setting, which one that never had any
-does not have.
+does not have. Ranks with the same modules tell each other their dropout rates by the same digest.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_parallel.errors import RankMismatchError
+from hf_parallel.guards.rates import RatesOfModules
 from hf_parallel.mesh.groups import Mesh
 
 
@@ -35,8 +36,8 @@ STATE, KEPT, GONE = "state", "kept", "gone"
 
 Settings: TypeAlias = list[dict[str, str]]  # of the groups of one optimizer after the other
 Told: TypeAlias = tuple[
-    Settings, Settings, list[list[str]]
-]  # used last, now, and the kinds of parameters of each group
+    Settings, Settings, list[list[str]], dict[str, str]
+]  # used last, now, the kinds of parameters of each group, and rates of modules
 
 
 class _Spelled(NamedTuple):
@@ -56,10 +57,14 @@ class OptimizerSettings:
     Args:
         mesh: This rank's mesh.
         parameters: Name -> this rank's parameter.
+
+    Attributes:
+        rates: Rates of this rank's modules; None as long as no model is known.
     """
 
     def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
         self._mesh = mesh
+        self.rates: RatesOfModules | None = None
         self._kinds = {id(parameter): re.sub(r"\d+", "#", name) for name, parameter in parameters.items()}
         self._optimizers: list[Optimizer] = []
         self._states: list[str] = []  # of each: kept, gone, or "" before there was any
@@ -91,10 +96,17 @@ class OptimizerSettings:
         """The settings of the last step, and those of now."""
         return self._used, self._now()
 
-    def word(self, known: Known | None = None) -> int:
-        """A digest of what was used last and of what is set now, or of what `known` gave."""
+    def word(self, known: Known | None = None, *, of_stage: bool = False) -> int:
+        """A digest of what was used last and of what is set now, or of what `known` gave.
+
+        Args:
+            known: Facts that are told in place of those known now.
+            of_stage: Whether ranks of one stage alone compare it: other stages have other modules.
+        """
         used, now = known or self.known()
         text = used.digest + now.digest
+        if self.rates is not None and (of_stage or self._mesh.shape.pp_size == 1):
+            text += self.rates.digest
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & ((1 << BITS) - 1)
 
     def refuse_unlike(self, words: Sequence[int], known: Known | None = None) -> None:
@@ -172,9 +184,16 @@ class OptimizerSettings:
         """Answers of all `size` ranks of a group, in their order."""
         everyone: list[Any] = [None for _ in range(size)]
         used, now = known or self.known()
-        mine: Told = used.settings, now.settings, self._kinds_of_groups()
-        dist.all_gather_object(everyone, mine, group=group)
+        dist.all_gather_object(everyone, self._told(used, now), group=group)
         return everyone
+
+    def _told(self, used: _Spelled, now: _Spelled) -> Told:
+        return (
+            used.settings,
+            now.settings,
+            self._kinds_of_groups(),
+            self.rates.told() if self.rates is not None else {},
+        )
 
     def _now(self) -> _Spelled:
         """Spelled anew only where a value is another one: it is asked for several times a step."""
@@ -222,6 +241,17 @@ class OptimizerSettings:
                     key = next((key for key in shared if _differ(one[key], other[key], rounding)), None)
                     if key is not None:
                         self._raise(index, key, (ranks[0], one[key]), (rank, other[key]))
+            odd = next((name for name, value in first[3].items() if told[3].get(name, value) != value), None)
+            if odd is not None:
+                self._raise_rate(odd, (ranks[0], first[3][odd]), (rank, told[3][odd]))
+
+    def _raise_rate(self, name: str, one: tuple[int, str], other: tuple[int, str]) -> None:
+        said = " and ".join(f"{value} on {self._mesh.shape.describe(rank)}" for rank, value in (one, other))
+        raise RankMismatchError(
+            f"{name} of the model is {said} (0.0 in evaluation mode): these ranks train one model together. Code sets a dropout rate "
+            "or an epsilon, or calls eval() or train(), on some ranks only (`if accelerator.is_main_process:`), or computes the rate from "
+            "what a rank has of the data. Do it on every rank."
+        )
 
     def _raise(self, index: int, key: str, one: tuple[int, str], other: tuple[int, str]) -> None:
         said = " and ".join(f"{value} on {self._mesh.shape.describe(rank)}" for rank, value in (one, other))

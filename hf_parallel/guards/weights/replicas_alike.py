@@ -74,7 +74,7 @@ class AlikeReplicas:
     @torch.no_grad()
     def _taken(self) -> Tensor:
         """The bits of the settings and of the last update, if none was taken since; other weights are next."""
-        digest = (0 if self._updated is None else self._updated) ^ self._settings.word()
+        digest = (0 if self._updated is None else self._updated) ^ self._settings.word(of_stage=True)
         self._slot, self._updated = next(self._slots), None
         if isinstance(digest, Tensor):
             return ((digest >> self._places) & 1).float()
@@ -105,7 +105,7 @@ class AlikeReplicas:
             self._steps_left -= 1
         elif bool(((sums != 0) & (sums != self._group.size())).any()):
             words: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(words, self._settings.word(), group=self._group)
+            dist.all_gather_object(words, self._settings.word(of_stage=True), group=self._group)
             self._settings.refuse_unlike_copies(words, self._group)
             refuse_apart(*drift_of(self._parameters, self._group))
             self._pause = min(MAX_PAUSE, 2 * self._pause + 1)
