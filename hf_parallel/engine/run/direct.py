@@ -212,8 +212,8 @@ class Engine:
         # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.
         patched = vars(self.model).get("forward")
         self._installed = forward
-        self.model.forward = forward
-        vars(self.model)["no_sync"] = self.no_sync
+        # A wrapper may hand attributes on to what it wraps (Lightning Fabric's does), whose own forward runs inside of ours.
+        vars(self.model).update(forward=forward, no_sync=self.no_sync)
         in_parts = self.mesh.shape.copy_size > 1 or self.gradients.replicas.sharded is not None
         install_methods(self.model, self.gradients.replicas, patched, in_parts=in_parts)
 
