@@ -117,7 +117,8 @@ class GradientSync:
         """
         if self._weights is not None and not self.in_window:  # what is replaced later is noticed before the update
             self._weights.check()
-        self.hooks.check()
+        if self._mesh.shape.pp_size > 1:
+            self.hooks.check()
         if self.in_window and self.replicas.reduces_every_backward and self._mesh.shape.pp_size == 1:
             self.hooks.refuse_accumulated()  # on stages they are asked when they run
         if self.total_norm.has_parts and self._begins_step:
@@ -127,6 +128,11 @@ class GradientSync:
         if self.replicas.sharded is not None:
             self.buckets.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
+
+    def look_at_hooks(self) -> None:
+        """Adapt the hooks on parameters, and let this rank tell others which need gradients that they gather; without stages."""
+        self.hooks.check()
+        self.settings.hooked = self.hooks.gathered
 
     def refuse_replaced(self) -> None:
         """Refuse to gather weights that are not those that were prepared.

@@ -292,6 +292,7 @@ class DirectEngine(Engine):
             batch = self.bound(args, kwargs)
             self.attachment.batch_check.check([batch])
             looks = self.ends_step or not self.gradients.in_window
+            self.gradients.look_at_hooks()
             self._shared_batch.begin(batch, trains=True, looks=looks)
             self.gradients.begin_forward()
             self.gradients.arm(1.0, last=self.ends_step)
@@ -302,6 +303,8 @@ class DirectEngine(Engine):
         with self._watching(), self._shared_batch.judging(), context:
             output = made = self.attachment.forward(*args, **kwargs)
         if self.trains:
+            if self.gradients.settings.hooked:  # which would wait in the backward pass for ranks that have none
+                self._shared_batch.settle()
             self.recorder.add("F", 0, self._pass, start)
         finer = not isinstance(context, contextlib.nullcontext)
         if finer:

@@ -31,6 +31,9 @@ class HookGuard:
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
         assemble: Parameter name and shard -> the whole tensor; collective over the ranks with its shards.
+
+    Attributes:
+        gathered: Names of the parameters whose gradients the hooks found last need whole, of which this rank has a shard.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class HookGuard:
         self._ledger, self._mesh, self._assemble = ledger, mesh, assemble
         self._parameters = dict(parameters)
         self._holds = False
+        self.gathered: list[str] = []
 
     def check(self) -> None:
         """Adapt the hooks on parameters before a training forward pass: they see whole gradients.
@@ -52,8 +56,11 @@ class HookGuard:
         """
         if self._mesh.model_group is None and self._mesh.sp_group is None:
             return
+        self.gathered = []
         for name in with_hooks(self._parameters.items()):
             self._adapt(name)
+            if any(isinstance(hook, _OnWhole) for hook in gradient_hooks(self._parameters[name]).values()):
+                self.gathered.append(name)
 
     def refuse_accumulated(self) -> None:
         """Refuse hooks on accumulated gradients in a step of which earlier passes are reduced.

@@ -36,8 +36,8 @@ STATE, KEPT, GONE = "state", "kept", "gone"
 
 Settings: TypeAlias = list[dict[str, str]]  # of the groups of one optimizer after the other
 Told: TypeAlias = tuple[
-    Settings, Settings, list[list[str]], dict[str, str]
-]  # used last, now, the kinds of parameters of each group, and rates of modules
+    Settings, Settings, list[list[str]], dict[str, str], list[str]
+]  # used last, now, the kinds of parameters of each group, rates of modules, and parameters with hooks that need whole gradients
 
 
 class _Spelled(NamedTuple):
@@ -60,11 +60,13 @@ class OptimizerSettings:
 
     Attributes:
         rates: Rates of this rank's modules; None as long as no model is known.
+        hooked: Names of the parameters with hooks for which the ranks of a stage gather gradients, as this pass begins.
     """
 
     def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
         self._mesh = mesh
         self.rates: RatesOfModules | None = None
+        self.hooked: list[str] = []
         self._kinds = {id(parameter): re.sub(r"\d+", "#", name) for name, parameter in parameters.items()}
         self._optimizers: list[Optimizer] = []
         self._states: list[str] = []  # of each: kept, gone, or "" before there was any
@@ -101,12 +103,14 @@ class OptimizerSettings:
 
         Args:
             known: Facts that are told in place of those known now.
-            of_stage: Whether ranks of one stage alone compare it: other stages have other modules.
+            of_stage: Whether replicas of one stage alone compare it: other stages have other modules, and each copy may have hooks.
         """
         used, now = known or self.known()
         text = used.digest + now.digest
         if self.rates is not None and (of_stage or self._mesh.shape.pp_size == 1):
             text += self.rates.digest
+        if self.hooked and not of_stage and self._mesh.shape.pp_size == 1:  # stages ask each other in every schedule
+            text += repr(self.hooked).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & ((1 << BITS) - 1)
 
     def refuse_unlike(self, words: Sequence[int], known: Known | None = None) -> None:
@@ -119,7 +123,13 @@ class OptimizerSettings:
         Raises:
             RankMismatchError: Raised on every rank, with a setting that differs.
         """
-        self._compare(words, self._mesh.copy_ranks, self._mesh.mp_group, self._mesh.shape.stage_size, known)
+        everyone = self._compare(words, self._mesh.copy_ranks, self._mesh.mp_group, self._mesh.shape.stage_size, known)
+        for rank, told in zip(self._mesh.copy_ranks, everyone, strict=False):
+            odd = sorted(set(told[4]) ^ set(everyone[0][4]))
+            if odd:
+                self._raise_hooks(
+                    odd[0], *((self._mesh.copy_ranks[0], rank)[:: 1 if odd[0] in everyone[0][4] else -1])
+                )
 
     def refuse_unlike_stages(self, words: Sequence[int]) -> None:
         """Compare the settings before an optimizer steps; collective over the stages if they differ.
@@ -168,17 +178,22 @@ class OptimizerSettings:
         group: dist.ProcessGroup | None,
         size: int,
         known: Known | None = None,
-    ) -> None:
-        """Refuse what differs among ranks of which `size` neighbours each have the same parameters, or among all of them."""
+    ) -> list[Any]:
+        """Refuse what differs among ranks of which `size` neighbours each have the same parameters, or among all of them.
+
+        Returns:
+            Told of every rank, where ranks have looked closer.
+        """
         stages = [words[start : start + size] for start in range(0, len(words), size)]
         if len(set(words)) == 1 or (self._stages_differ and all(len(set(stage)) == 1 for stage in stages)):
-            return
+            return []
         everyone = self._gathered(group, len(words), known)
         for start in range(0, len(words), size):
             self._refuse(everyone[start : start + size], ranks[start : start + size])
         if _same_groups([told[2] for told in everyone]):
             self._refuse(everyone, ranks)
         self._stages_differ = self._stages_differ or len(stages) > 1
+        return everyone
 
     def _gathered(self, group: dist.ProcessGroup | None, size: int, known: Known | None = None) -> list[Any]:
         """Answers of all `size` ranks of a group, in their order."""
@@ -188,12 +203,8 @@ class OptimizerSettings:
         return everyone
 
     def _told(self, used: _Spelled, now: _Spelled) -> Told:
-        return (
-            used.settings,
-            now.settings,
-            self._kinds_of_groups(),
-            self.rates.told() if self.rates is not None else {},
-        )
+        rates = self.rates.told() if self.rates is not None else {}
+        return used.settings, now.settings, self._kinds_of_groups(), rates, self.hooked
 
     def _now(self) -> _Spelled:
         """Spelled anew only where a value is another one: it is asked for several times a step."""
@@ -244,6 +255,15 @@ class OptimizerSettings:
             odd = next((name for name, value in first[3].items() if told[3].get(name, value) != value), None)
             if odd is not None:
                 self._raise_rate(odd, (ranks[0], first[3][odd]), (rank, told[3][odd]))
+
+    def _raise_hooks(self, name: str, rank: int, other: int) -> None:
+        describe = self._mesh.shape.describe
+        raise RankMismatchError(
+            f"{name} has a gradient hook (register_hook) on {describe(rank)} and none on {describe(other)}: each of them has a shard of the "
+            "gradient, and all must run the hook to give it the whole. Code of a callback, a library or a loop registers hooks on some ranks "
+            "only (wandb.watch on the main process, as WANDB_WATCH=all or gradients lets transformers do). Do it on every rank, or leave it "
+            "out (WANDB_WATCH=false)."
+        )
 
     def _raise_rate(self, name: str, one: tuple[int, str], other: tuple[int, str]) -> None:
         said = " and ".join(f"{value} on {self._mesh.shape.describe(rank)}" for rank, value in (one, other))
