@@ -35,9 +35,24 @@ UNTOLD = ("params", "fused", "foreach")  # the last two choose kernels, and ours
 STATE, KEPT, GONE = "state", "kept", "gone"
 
 Settings: TypeAlias = list[dict[str, str]]  # of the groups of one optimizer after the other
-Told: TypeAlias = tuple[
-    Settings, Settings, list[list[str]], dict[str, str], list[str]
-]  # used last, now, the kinds of parameters of each group, rates of modules, and parameters with hooks that need whole gradients
+
+
+class Told(NamedTuple):
+    """Facts that ranks tell each other where their words differ.
+
+    Attributes:
+        used: Settings used last.
+        now: Settings of now.
+        kinds: Kinds of the parameters of each group.
+        rates: Rates of modules.
+        hooked: Names of parameters with hooks that need whole gradients.
+    """
+
+    used: Settings
+    now: Settings
+    kinds: list[list[str]]
+    rates: dict[str, str]
+    hooked: list[str]
 
 
 class _Spelled(NamedTuple):
@@ -124,12 +139,12 @@ class OptimizerSettings:
             RankMismatchError: Raised on every rank, with a setting that differs.
         """
         everyone = self._compare(words, self._mesh.copy_ranks, self._mesh.mp_group, self._mesh.shape.stage_size, known)
-        for rank, told in zip(self._mesh.copy_ranks, everyone, strict=False):
-            odd = sorted(set(told[4]) ^ set(everyone[0][4]))
-            if odd:
-                self._raise_hooks(
-                    odd[0], *((self._mesh.copy_ranks[0], rank)[:: 1 if odd[0] in everyone[0][4] else -1])
-                )
+        ranks = self._mesh.copy_ranks
+        for name in sorted({name for told in everyone for name in told.hooked}):
+            with_hook = [rank for rank, told in zip(ranks, everyone, strict=True) if name in told.hooked]
+            without = [rank for rank in ranks if rank not in with_hook]
+            if without:
+                self._raise_hooks(name, with_hook[0], without[0])
 
     def refuse_unlike_stages(self, words: Sequence[int]) -> None:
         """Compare the settings before an optimizer steps; collective over the stages if they differ.
@@ -178,11 +193,11 @@ class OptimizerSettings:
         group: dist.ProcessGroup | None,
         size: int,
         known: Known | None = None,
-    ) -> list[Any]:
+    ) -> list[Told]:
         """Refuse what differs among ranks of which `size` neighbours each have the same parameters, or among all of them.
 
         Returns:
-            Told of every rank, where ranks have looked closer.
+            The facts of every rank, where their words differ; else nothing.
         """
         stages = [words[start : start + size] for start in range(0, len(words), size)]
         if len(set(words)) == 1 or (self._stages_differ and all(len(set(stage)) == 1 for stage in stages)):
@@ -190,7 +205,7 @@ class OptimizerSettings:
         everyone = self._gathered(group, len(words), known)
         for start in range(0, len(words), size):
             self._refuse(everyone[start : start + size], ranks[start : start + size])
-        if _same_groups([told[2] for told in everyone]):
+        if _same_groups([told.kinds for told in everyone]):
             self._refuse(everyone, ranks)
         self._stages_differ = self._stages_differ or len(stages) > 1
         return everyone
@@ -204,7 +219,7 @@ class OptimizerSettings:
 
     def _told(self, used: _Spelled, now: _Spelled) -> Told:
         rates = self.rates.told() if self.rates is not None else {}
-        return used.settings, now.settings, self._kinds_of_groups(), rates, self.hooked
+        return Told(used.settings, now.settings, self._kinds_of_groups(), rates, self.hooked)
 
     def _now(self) -> _Spelled:
         """Spelled anew only where a value is another one: it is asked for several times a step."""
@@ -246,15 +261,15 @@ class OptimizerSettings:
         """If these ranks, with what each of them told, differ in a setting of one group by more than `rounding` of it."""
         first = everyone[0]
         for rank, told in zip(ranks[1:], everyone[1:], strict=True):
-            for then, now in zip(first[:2], told[:2], strict=True):
+            for then, now in ((first.used, told.used), (first.now, told.now)):
                 for index, (one, other) in enumerate(zip(then, now, strict=False)):
                     shared = (key for key in one if key in other)
                     key = next((key for key in shared if _differ(one[key], other[key], rounding)), None)
                     if key is not None:
                         self._raise(index, key, (ranks[0], one[key]), (rank, other[key]))
-            odd = next((name for name, value in first[3].items() if told[3].get(name, value) != value), None)
+            odd = next((name for name, value in first.rates.items() if told.rates.get(name, value) != value), None)
             if odd is not None:
-                self._raise_rate(odd, (ranks[0], first[3][odd]), (rank, told[3][odd]))
+                self._raise_rate(odd, (ranks[0], first.rates[odd]), (rank, told.rates[odd]))
 
     def _raise_hooks(self, name: str, rank: int, other: int) -> None:
         describe = self._mesh.shape.describe
