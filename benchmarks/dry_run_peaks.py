@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from transformers import AutoConfig
 
-from hf_parallel.activation_checkpointing.recorded import checkpoint_of
+from hf_parallel.activation_checkpointing.recorded import variant_of
 from hf_parallel.dry_run.rank.run import Job, run_dry
 from hf_parallel.memory.estimate import OVERHEAD, estimate
 from hf_parallel.memory.shape import shape_of_config
@@ -62,8 +62,7 @@ def difference(name: str, section: str, precision: Any) -> float:
         for rank in range(config.pp_size)
     ]
     layout = layout_of(config, world, world, precision)
-    checkpoint = checkpoint_of(layout.recompute) if layout.recompute.products else None
-    memory = estimate(shape_of_config(model, precision, checkpoint), layout, WORK)
+    memory = estimate(shape_of_config(model, precision, variant_of(layout)), layout, WORK)
     return (memory.gpu_bytes - memory.gpu[OVERHEAD]) / max(peaks) - 1
 
 

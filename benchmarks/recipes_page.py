@@ -13,6 +13,7 @@ from typing import Any
 from tables import with_tables
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
+from hf_parallel.activation_checkpointing.recorded import variant_of
 from hf_parallel.dry_run.check_file import Checked, check_file
 from hf_parallel.dry_run.fit import Verdict, accumulation_of, judge, layout_of_file
 from hf_parallel.machine.facts import Gpu, Machine
@@ -115,10 +116,12 @@ def config_of(run: Run) -> Any:
 
 
 @cache
-def shape_of_run(run: Run) -> ModelShape:
-    return dataclasses.replace(
-        shape_of_config(config_of(run), run.precision), adapters=run.adapters, block_bits=run.bits
-    )
+def shape_of_run(name: str) -> ModelShape:
+    """The model that a recipe is counted for, with a step as its layout runs it."""
+    run = run_of(name)
+    variant = variant_of(layout_of_file(checked_recipe(name), run.precision), adapted=run.adapters > 0)
+    shape = shape_of_config(config_of(run), run.precision, variant)
+    return dataclasses.replace(shape, adapters=run.adapters, block_bits=run.bits)
 
 
 def machine_of(name: str) -> Machine:
@@ -139,12 +142,12 @@ def verdict(name: str) -> Verdict:
     """What the recipe needs, against the hardware that it assumes."""
     run, checked = run_of(name), checked_recipe(name)
     work = dataclasses.replace(run.work, accumulation=accumulation_of(checked))
-    return judge(checked, shape_of_run(run), work, run.gpu_gb * GB, run.host_gb * GB, run.precision)
+    return judge(checked, shape_of_run(name), work, run.gpu_gb * GB, run.host_gb * GB, run.precision)
 
 
 def counted_for(name: str) -> str:
     run = run_of(name)
-    shape, work = shape_of_run(run), run.work
+    shape, work = shape_of_run(name), run.work
     adapters = f" and {run.adapters / 1e6:.0f}e6 of adapters" if run.adapters else ""
     rows = f"{work.rows} row{'s' * (work.rows > 1)} of {work.length} tokens a batch of a model copy"
     loaded = (
@@ -161,7 +164,7 @@ def gpu_line(name: str, memory: Memory) -> str:
 def ram_line(name: str, memory: Memory) -> str:
     """RAM of a machine by formula."""
     run = run_of(name)
-    layout, parameters = layout_of_file(checked_recipe(name), run.precision), shape_of_run(run).parameters
+    layout, parameters = layout_of_file(checked_recipe(name), run.precision), shape_of_run(name).parameters
     on_node = min(layout.ranks_per_node, layout.num_processes)
     loading = memory.loading / GB
     count = f"{parameters / 1e9:.4g}e9"

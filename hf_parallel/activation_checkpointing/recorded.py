@@ -1,16 +1,20 @@
-"""Recomputation for `memory.record`: checkpoints a recorded model as a run would, where every block is a checkpoint of its own."""
+"""How `memory.record` is to record the step of a layout: checkpoints as a run would make them, adapters, gathered blocks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
-from hf_parallel.memory.record import Checkpoint
+from hf_parallel.memory.terms import Layout
+from hf_parallel.memory.variant import Variant
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 
 
-def checkpoint_of(how: ActivationCheckpointingConfig) -> Checkpoint | None:
+def checkpoint_of(how: ActivationCheckpointingConfig) -> Callable[[Any, str], object] | None:
     """Checkpoints each block of a stack by itself; None if the settings make no such blocks, or not all of them."""
     alone = how.mode == "selective" or (how.mode == "block" and how.every == 1)
     if how.every is None or how.offload or not alone:
@@ -21,3 +25,19 @@ def checkpoint_of(how: ActivationCheckpointingConfig) -> Checkpoint | None:
         recompute_blocks(model, stack, groups, products=how.products)
 
     return apply
+
+
+def variant_of(layout: Layout, *, adapted: bool = False) -> Variant:
+    """The way in which to record a step for `memory.estimate`.
+
+    Memory of whole blocks that run again follows from a step without that.
+
+    Args:
+        layout: The layout of the run.
+        adapted: Whether the model is frozen and has adapters.
+    """
+    return Variant(
+        checkpoint=None if layout.recompute.products is None else checkpoint_of(layout.recompute),
+        gathers=layout.engine == "fsdp2" and layout.stage > 0 and layout.precision == "autocast",
+        adapted=adapted,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,11 +18,6 @@ from hf_parallel.memory.report import GB, describe
 from hf_parallel.memory.shape import shape_of
 from hf_parallel.memory.terms import Precision, Work
 from hf_parallel.settings.recipes import find_recipe
-
-
-if TYPE_CHECKING:
-    from hf_parallel.memory.record import Checkpoint
-    from hf_parallel.settings.sections import ActivationCheckpointingConfig
 
 
 DTYPES = ("fp32", "half", "autocast")
@@ -107,21 +102,14 @@ def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
         gpu_bytes = machine.gpu_bytes if request.gpu_gb is None else request.gpu_gb * GB
         host_bytes = machine.ram_bytes if request.host_gb is None else request.host_gb * GB
         layout = layout_of_file(checked, request.dtype)
-        shape = shape_of(request.model, layout.precision, _checkpoint_of(layout.recompute))
+        from hf_parallel.activation_checkpointing.recorded import variant_of  # brings torch
+
+        shape = shape_of(request.model, layout.precision, variant_of(layout, adapted=request.adapters > 0))
         shape = dataclasses.replace(shape, adapters=request.adapters, block_bits=request.bits)
         verdict = judge(checked, shape, work, gpu_bytes, host_bytes, request.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]
     return dataclasses.replace(checked, findings=(*found, *checked.findings)), verdict
-
-
-def _checkpoint_of(how: ActivationCheckpointingConfig) -> Checkpoint | None:
-    """The checkpointing to record a step with; None for whole blocks, whose memory follows from a step without it."""
-    if how.products is None:
-        return None
-    from hf_parallel.activation_checkpointing.recorded import checkpoint_of  # brings torch
-
-    return checkpoint_of(how)
 
 
 def _print(checked: Checked, verdict: Verdict | None, as_json: bool) -> None:

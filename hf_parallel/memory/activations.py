@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 LOSS_CHUNK: Final = 2**22  # elements: of `tensor_parallel.run.vocab_loss`
 # Of a block that runs again, inputs of column-sharded products that are gathered from the ranks that share the sequence at once.
 GATHERED_INPUTS: Final = 2
+NORMED: Final = 8.0  # bytes of each hidden state that the last norm keeps, and of what it gives
 ON_HOST: Final = "inputs of checkpointed blocks"
 
 
@@ -58,7 +60,7 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     entry /= layout.tp_size if layout.sequence_parallel else 1
     counts = blocks_of_stages(shape, layout)
     together = blocks_at_once(shape, layout) if every is not None else 0
-    alone = [_without_checkpoint(count, layout) for count in counts]
+    alone = [alone_of(count, layout) for count in counts]
     results = tokens * kept_results(shape, layout)
     kept = [single * whole + (count - single) * results for single, count in zip(alone, counts, strict=True)]
     inputs = [entry * entries for entries in _entries(counts, layout)]
@@ -125,7 +127,7 @@ def stage_parts(
     entry, gathered = whole / layout.tp_size if shares else whole, GATHERED_INPUTS * whole * shares
     recorded_again = recorded.runs_again
     block = forward.kept + (0.0 if recorded_again else forward.casts)
-    moved, together = layout.recompute.offload, blocks_at_once(shape, layout) if layout.recompute.every else 0
+    moved, again = layout.recompute.offload, functools.partial(_again_beside, shape, layout)
     own, last = stages.of_rank(rank), len(counts) - 1
     weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
     if last in own:
@@ -133,7 +135,7 @@ def stage_parts(
     entries, results = _entries(counts, layout), tokens * kept_results(shape, layout)
     found = []
     for stage in own:
-        single = counts[stage] if recorded_again else _without_checkpoint(counts[stage], layout)
+        single = counts[stage] if recorded_again else alone_of(counts[stage], layout)
         rest = counts[stage] - single
         size = single * stages.sizes[stage] / max(1, counts[stage])
         leaving = entry * (rest > 0)  # what the last block gives
@@ -146,13 +148,15 @@ def stage_parts(
                 entering=parts.embedding.kept * (stage == 0),
                 casts=(counts[stage] if recorded_again else rest) * forward.casts,
                 block=forward.most - forward.kept - forward.casts,
-                again=gathered if recorded_again else together * block + 2 * entry * moved,
+                again=gathered if recorded_again else again(counts[stage]) * block + 2 * entry * moved,
                 backward=parts.backward.most,
                 gradients=share,
                 late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
                 table=share * shape.head / max(1.0, weights[stage]) if stage == last else 0.0,
                 loss=parts.loss if stage == last else None,
                 head=parts.head if stage == last else None,
+                # The others find theirs in their backward, when that one is done.
+                once=_once(shape, layout, tokens, parts.loss) if stage == last else 0.0,
             )
         )
     return found
@@ -192,6 +196,11 @@ def _is_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> bool
     return layout.chunked_loss and is_tiled(int(tokens), shape.hidden, int(shape.vocab / layout.tp_size))
 
 
+def _once(shape: ModelShape, layout: Layout, tokens: float, loss: Part) -> float:
+    """Bytes of gradients that one of several losses without logits keeps."""
+    return loss.kept - NORMED * tokens * shape.hidden if _is_without_logits(shape, layout, tokens) else 0.0
+
+
 def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> tuple[Part, Part]:
     """The loss that computes its gradients in tiles as it goes, and its backward, which hands them on."""
     vocab = shape.vocab / layout.tp_size
@@ -199,7 +208,8 @@ def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> t
     to_weight = 0.0 if shape.adapters else 4.0 * vocab * shape.hidden
     kept = to_weight + (4.0 if layout.precision == "fp32" else 2.0) * tokens * shape.hidden
     cast = 2.0 * vocab * shape.hidden if layout.precision == "autocast" else 0.0  # of the head's weight
-    return Part(12.0 * tile * vocab + cast + kept, kept, 0.0), Part(0.0, -kept, 0.0)
+    normed = NORMED * tokens * shape.hidden
+    return Part(12.0 * tile * vocab + cast + kept + normed, kept + normed, 0.0), Part(0.0, -kept - normed, 0.0)
 
 
 def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: float) -> tuple[Part, Part]:
@@ -207,8 +217,18 @@ def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: float)
     size = 4 if layout.precision == "fp32" else 2
     elements = tokens * shape.vocab / layout.tp_size
     logits, hidden = size * elements, (size + 4.0) * tokens * shape.hidden
-    chunks = 4.0 * min(LOSS_CHUNK, elements) * (2 if size == 2 else 1)
-    return Part(hidden + logits + chunks, hidden + logits, 0.0), Part(logits + chunks, -hidden - logits, 0.0)
+    chunk, is_half = 4.0 * min(LOSS_CHUNK, elements), size == 2  # in fp32 the backward writes into the gradient itself
+    forward = Part(hidden + logits + chunk * (1 + is_half), hidden + logits, 0.0)
+    at_once = is_half * (2 if elements > LOSS_CHUNK else 1)  # the one before lives until there is another
+    return forward, Part(logits + chunk * at_once, -hidden - logits, 0.0)
+
+
+def _again_beside(shape: ModelShape, layout: Layout, count: int) -> int:
+    """Blocks that run again in a stage of so many beside all that it keeps: where others come after them, these are gone by then."""
+    every = layout.recompute.every
+    if every is None or (layout.recompute.mode == "alternate" and (count - 1) % every):
+        return 0
+    return blocks_at_once(shape, layout)
 
 
 def blocks_at_once(shape: ModelShape, layout: Layout) -> int:
@@ -218,21 +238,21 @@ def blocks_at_once(shape: ModelShape, layout: Layout) -> int:
 
 
 def _entries(counts: Sequence[int], layout: Layout) -> list[int]:
-    """Inputs that each stage keeps, one for each of its checkpoints."""
+    """Inputs that each stage keeps, one for each of its checkpoints: the first begins with the stage."""
     every, mode = layout.recompute.every, layout.recompute.mode
     if every is None:
         return [0] * len(counts)
     if mode == "selective":
         return list(counts)
-    return [math.ceil(count / every) if mode == "block" else count // every for count in counts]
+    return [math.ceil(count / every) for count in counts]
 
 
-def _without_checkpoint(count: int, layout: Layout) -> int:
+def alone_of(count: int, layout: Layout) -> int:
     """Number of blocks of a stage that autograd keeps whole."""
     every = layout.recompute.every
     if every is None:
         return count
-    return count - count // every if layout.recompute.mode == "alternate" else 0
+    return count - math.ceil(count / every) if layout.recompute.mode == "alternate" else 0
 
 
 def kept_results(shape: ModelShape, layout: Layout) -> float:

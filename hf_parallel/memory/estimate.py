@@ -19,7 +19,7 @@ from hf_parallel.memory.activations import (
     stages_of,
 )
 from hf_parallel.memory.cut import blocks_of_stages
-from hf_parallel.memory.moments import SENT, Recorded, fullest, moments_of
+from hf_parallel.memory.moments import GATHERED, SENT, Recorded, fullest, moments_of
 from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 
@@ -98,11 +98,14 @@ def host_states(parameters: float, layout: Layout) -> dict[str, float]:
 
 
 def buffers(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
-    """Bytes on the GPU of what a partition needs for a while; from the meaning of the settings, peaks not measured."""
+    """Bytes on the GPU of what a partition needs for a while; from the meaning of the settings, peaks not measured.
+
+    Gradients travel of what is trained alone, adapters' in fp32; gathered is the whole model.
+    """
+    trained = _trained(parameters, shape)
     if layout.engine == "native":
-        if layout.precision == "autocast":
-            return {CASTS: 2 * parameters, **_native_messages(parameters, layout)}
-        return _native_messages(parameters, layout)
+        casts = layout.precision == "autocast" and not shape.block_bits
+        return ({CASTS: 2 * parameters} if casts else {}) | _native_messages(trained, shape, layout)
     if layout.stage == 0:
         return {}
     element = 4 if layout.precision == "fp32" else 2
@@ -110,32 +113,37 @@ def buffers(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, f
     if layout.engine == "fsdp2":
         block *= blocks_at_once(shape, layout)
         whole = min(parameters, GATHERED_BLOCKS * block) if layout.stage == 3 else parameters
-        found = {"gathered parameters": element * whole, SENT: 4 * min(parameters, block)}
+        found = {GATHERED: element * whole, SENT: 4 * min(trained, block * trained / max(parameters, 1.0))}
         if layout.stage == 3:  # what is outside of the blocks stays gathered, in fp32 unless it is half itself
             rest = max(0.0, parameters - shape.layers * shape.block / layout.tp_size)
             found["gathered embedding and head"] = (2 if layout.precision == "half" else 4) * rest
         if layout.stage == 1:
-            found["whole gradients between backward passes"] = 4 * parameters
+            found["whole gradients between backward passes"] = 4 * trained
         return found
     return _deepspeed_buffers(parameters, shape, layout, element)
 
 
-def _native_messages(parameters: float, layout: Layout) -> dict[str, float]:
+def _trained(parameters: float, shape: ModelShape) -> float:
+    """Parameters that get gradients of the `parameters` of a rank."""
+    return shape.adapters * parameters / shape.parameters if shape.adapters else parameters
+
+
+def _native_messages(trained: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
     """Gradients that move into a bucket, which then has them; in 16 bit two buckets, summed in fp32."""
     if layout.num_processes == layout.tp_size * layout.pp_size:
         return {}
-    buckets = 4 if layout.precision == "half" else 1
-    return {SENT: min(4 * parameters, buckets * layout.bucket_cap_mb * 2**20)}
+    buckets = 4 if layout.precision == "half" and not shape.adapters else 1
+    return {SENT: min(4 * trained, buckets * layout.bucket_cap_mb * 2**20)}
 
 
 def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, element: int) -> dict[str, float]:
     sizes, stage = layout.buffers, layout.stage
     overlap = stage == 3 if sizes.overlap is None else sizes.overlap
-    reduce = element * min(parameters, sizes.reduce_bucket) * (2 if overlap and stage < 3 else 1)
+    reduce = element * min(_trained(parameters, shape), sizes.reduce_bucket) * (2 if overlap and stage < 3 else 1)
     if stage == 3:
         gathered = min(sizes.live, GATHERED_BLOCKS * shape.block / layout.tp_size, parameters)
         ahead = element * min(parameters, sizes.prefetch)
-        return {"gathered parameters": element * gathered, "prefetch": ahead, "reduce bucket": reduce}
+        return {GATHERED: element * gathered, "prefetch": ahead, "reduce bucket": reduce}
     found = {"reduce bucket": reduce, "all-gather bucket": element * min(parameters, sizes.allgather_bucket)}
     if layout.offload_optimizer != "none":
         found["largest parameter, twice"] = 2 * element * shape.largest / layout.tp_size
@@ -184,12 +192,11 @@ def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout
         terms = states(parameters, layout, experts) | buffers(parameters, shape, layout)
         return terms | {name: size * parameters for name, size in layout.extra.items()}
     own, whole = replace(layout, precision="fp32"), states(parameters, layout)
-    trained = shape.adapters * parameters / shape.parameters
+    trained = _trained(parameters, shape)
     terms = states(trained, own)
     terms["weights"] += whole["weights"] - blocks * _spared(shape, layout)
-    moved = trained if layout.engine == "native" else parameters
     terms |= unpacked(shape)
-    return terms | buffers(moved, shape, own) | {name: size * trained for name, size in layout.extra.items()}
+    return terms | buffers(parameters, shape, layout) | {name: size * trained for name, size in layout.extra.items()}
 
 
 def unpacked(shape: ModelShape) -> dict[str, float]:
@@ -200,6 +207,11 @@ def unpacked(shape: ModelShape) -> dict[str, float]:
 def _spared(shape: ModelShape, layout: Layout) -> float:
     """Bytes that quantisation spares of each parameter of a block."""
     return WHOLE[layout.engine, layout.precision][0] - shape.block_bits / 8 if shape.block_bits else 0.0
+
+
+def passing_gathers(lasting: dict[str, float], layout: Layout) -> float:
+    """Bytes that are whole only while a block runs, taken out of those that last."""
+    return lasting.pop(GATHERED, 0.0) if layout.engine == "fsdp2" and layout.stage == 3 else 0.0
 
 
 def _recorded_peaks(shape: ModelShape, recorded: Recorded, layout: Layout, work: Work) -> list[dict[str, float]]:
@@ -213,9 +225,10 @@ def _recorded_peaks(shape: ModelShape, recorded: Recorded, layout: Layout, work:
         lasting = _lasting(held[rank], inside[rank], shape, layout)
         sent, gradients = lasting.pop(SENT, 0.0), lasting.pop("gradients", 0.0)
         lasting.pop(CASTS, 0.0)  # they are recorded
+        whole = passing_gathers(lasting, layout)
         own, last = stages.of_rank(rank), len(stages.counts) - 1
         parts = stage_parts(shape, recorded, layout, stages, rank, gradients)
-        found.append(lasting | fullest(moments_of(actions, own, last), parts, sent))
+        found.append(lasting | fullest(moments_of(actions, own, last), parts, sent, whole))
     return found
 
 

@@ -13,7 +13,8 @@ from hf_parallel.pipeline_parallel.schedule.actions import Action
 
 TEMPORARY: Final = "temporaries"
 SENT: Final = "gradients on their way"
-NAMES: Final = ("activations", "logits and loss", "gradients", "recomputed blocks", TEMPORARY, SENT)
+GATHERED: Final = "gathered parameters"  # of blocks, which have them whole while they run
+NAMES: Final = ("activations", "logits and loss", "gradients", "recomputed blocks", TEMPORARY, SENT, GATHERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Change:
         whole: Whether every tensor-parallel rank has all of it: it is of the width of the residual stream.
         is_gradient: Whether it is the gradient of a parameter.
         is_gathered: Whether every such rank has all of it though they share the sequence: a norm over all heads takes it.
+        is_cast: Whether it is a cast of a parameter.
+        parts: Ranks that share it at most: keys and values of fewer heads than ranks are on several of these; 0 for any number.
     """
 
     fixed: float
@@ -35,6 +38,8 @@ class Change:
     whole: bool
     is_gradient: bool = False
     is_gathered: bool = False
+    is_cast: bool = False
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
     for one in changes:
         passing = batch.tokens * (one.linear + one.square * batch.length)
         if not (one.is_gathered or (one.whole and not batch.sequence_parallel)):
-            passing /= batch.tp_size
+            passing /= min(batch.tp_size, one.parts or batch.tp_size)
         is_there = batch.with_fixed and (batch.with_gradients or not one.is_gradient)
         fixed = one.fixed / batch.tp_size * is_there
         now += passing + fixed
@@ -155,6 +160,7 @@ class StageParts:
         table: Part of `gradients` of the head.
         loss: After the last block, on the last stage.
         head: The backward of that.
+        once: Bytes of `loss` that one of several losses keeps which wait for their backward, whatever their number.
     """
 
     kept: float
@@ -168,6 +174,7 @@ class StageParts:
     table: float = 0.0
     loss: Part | None = None
     head: Part | None = None
+    once: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -192,6 +199,7 @@ class Moment(NamedTuple):
     is_sent: bool
 
 
+WIDENED: Final = 2.0  # a gradient of 16 bit that is summed in fp32
 NOTHING, TABLE, EARLY, ALL = range(4)  # gradients of a stage: none, the head's, all but those that come last, all
 
 
@@ -253,21 +261,25 @@ def _largest(found: Iterable[Moment]) -> tuple[Moment, ...]:
     )
 
 
-def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float) -> tuple[float, ...]:
+def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float, gathered: float = 0.0) -> tuple[float, ...]:
     """Bytes of each of `NAMES`.
 
     Args:
         moment: Moment of a rank.
         stages: Parts of the rank's stages.
         sent: Bytes of gradients on their way while the last backward of a stage runs.
+        gathered: Bytes of parameters that are whole while a block runs.
     """
     kind, own = moment.kind, stages[moment.place]
     kept = max(0.0, sum(count * one.kept for count, one in zip(moment.held, stages, strict=True)))
     waiting = temporary = again = 0.0
     if moment.losses or kind in ("loss", "head"):
-        loss, head = next((one.loss, one.head) for one in stages if one.loss is not None and one.head is not None)
+        loss, head, once = next(
+            (one.loss, one.head, one.once) for one in stages if one.loss is not None and one.head is not None
+        )
         waiting = moment.losses * (loss.kept + loss.casts) + moment.heads * (head.kept + head.casts)
         waiting += loss.most if kind == "loss" else head.most if kind == "head" else 0.0
+        waiting -= once * max(0, moment.losses + (kind == "loss") - 1)
     if kind == "forward":
         temporary = own.casts + own.block
     elif kind == "loss":
@@ -276,7 +288,11 @@ def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float) -> tuple
         again, temporary = own.again, own.backward
         kept += own.entering if kind == "embedding" else 0.0
     gradients = sum(map(_gradients, stages, moment.reached))
-    return kept, max(waiting, 0.0), gradients, again, temporary, sent if moment.is_sent else 0.0
+    in_blocks = kind in ("forward", "backward", "embedding")
+    on_way = sent if moment.is_sent else 0.0
+    if kind == "backward":  # as it begins: of this pass there is none but the head's, which is widened
+        on_way = min(on_way, WIDENED * own.table)
+    return kept, max(waiting, 0.0), gradients, again, temporary, on_way, gathered * in_blocks
 
 
 def _gradients(stage: StageParts, reached: int) -> float:
@@ -285,6 +301,8 @@ def _gradients(stage: StageParts, reached: int) -> float:
     return (0.0, stage.table, 0.0, stage.gradients)[reached]
 
 
-def fullest(moments: Iterable[Moment], stages: Sequence[StageParts], sent: float) -> dict[str, float]:
+def fullest(
+    moments: Iterable[Moment], stages: Sequence[StageParts], sent: float, gathered: float = 0.0
+) -> dict[str, float]:
     """Bytes by term at the moment with most; see `terms_at`."""
-    return dict(zip(NAMES, max((terms_at(one, stages, sent) for one in moments), key=sum), strict=True))
+    return dict(zip(NAMES, max((terms_at(one, stages, sent, gathered) for one in moments), key=sum), strict=True))

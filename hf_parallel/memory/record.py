@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,82 +17,106 @@ from torch import Tensor, nn
 from hf_parallel.compat.fake_cuda import fake_cuda
 from hf_parallel.compat.torch_tools import FakeTensorMode
 from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
+from hf_parallel.memory.adapted import adapt
 from hf_parallel.memory.allocations import Allocations, Block
 from hf_parallel.memory.block import LENGTHS, REFUSALS
 from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.layers import with_layers
 from hf_parallel.memory.meter import Meter, of_any_block
-from hf_parallel.memory.moments import Change, Recorded
+from hf_parallel.memory.moments import Batch, Change, Recorded, summed
 from hf_parallel.memory.terms import Precision
 from hf_parallel.memory.unread import build_on_meta
+from hf_parallel.memory.variant import PLAIN, Variant
 from hf_parallel.model.stack import blocks_of, candidate_stacks
 
 
 BLOCKS: Final = 3  # the one in the middle stands for all
 MIDDLE: Final = 1
 PARTS: Final = ("embedding", "forward", "loss", "head", "backward")
-Sizes = list[tuple[float, bool, bool, bool]]
-Checkpoint = Callable[[nn.Module, str], object]
+# Multiples of the chunks, of up to 256 tokens, to which some models (Mamba 2) fill up a row; of no usual width either.
+LONG: Final = (4352, 5888, 7424)
+FILLED: Final = 0.02  # of what a block takes: more that does not grow with the tokens is a row that is filled up
 
 
-def record_step(
-    config: Any,
-    precision: Precision,
-    attention: str | None = None,
-    checkpoint: Checkpoint | None = None,
-    *,
-    mixed: bool = True,
-) -> Recorded | None:
+class Size(NamedTuple):
+    """A change of memory at one length: bytes, and what they are of."""
+
+    size: float
+    whole: bool
+    is_gradient: bool
+    is_gathered: bool
+    is_cast: bool
+    parts: int
+
+
+Run = dict[str, list[Size]]
+
+
+def record_step(config: Any, precision: Precision, variant: Variant = PLAIN) -> Recorded | None:
     """The changes of memory in forward and backward of one row; None if the model cannot be run on fake tensors.
 
     Args:
         config: A transformers config; it is not changed.
         precision: See `Layout`.
-        attention: Attention to run; None is the choice of transformers.
-        checkpoint: Makes each block of a stack of the model run again in the backward; None if none does.
-        mixed: Whether a model in 16 bit runs under autocast, too, as recipes with mixed_precision have it: some functions then compute
-            in fp32.
+        variant: The way in which the step runs.
     """
-    runs: list[dict[str, Sizes]] = []
+    found = _recorded(config, precision, variant, LENGTHS)
+    if found is None or not _fills_rows(found):
+        return found
+    return _recorded(config, precision, variant, LONG) or found
+
+
+def _recorded(config: Any, precision: Precision, variant: Variant, lengths: Sequence[int]) -> Recorded | None:
+    """A step as it runs at three lengths; None if another length runs other operations, as a scan of token after token does."""
+    runs: list[Run] = []
     try:
-        for length in LENGTHS:
-            runs.append(_run(config, length, precision, attention, checkpoint, mixed=mixed))
+        for length in lengths:
+            runs.append(_run(config, length, precision, variant))
             if _flags(runs[-1]) != _flags(runs[0]):
-                return None  # another length runs other operations, as a scan of token after token does
+                return None
     except (*REFUSALS, ConfigError, PlanError, UnsupportedError):
         return None
-    parts = [tuple(_change(own) for own in zip(*(run[name] for run in runs), strict=True)) for name in PARTS]
+    parts = [tuple(_change(own, lengths) for own in zip(*(run[name] for run in runs), strict=True)) for name in PARTS]
     embedding, forward, loss, head, backward = parts
-    return Recorded(embedding, forward, loss, head, backward, runs_again=checkpoint is not None)
+    return Recorded(embedding, forward, loss, head, backward, runs_again=variant.checkpoint is not None)
 
 
-def _flags(run: dict[str, Sizes]) -> dict[str, list[tuple[bool, bool, bool]]]:
+def _fills_rows(recorded: Recorded) -> bool:
+    """Whether a block works on more tokens than a row of the shortest lengths has."""
+    filled = sum(max(0.0, one.fixed) for one in recorded.forward if not (one.is_gradient or one.is_cast))
+    return filled > FILLED * summed(recorded.forward, Batch(max(LENGTHS), max(LENGTHS))).most
+
+
+def _flags(run: Run) -> dict[str, list[tuple[bool, ...]]]:
     """Kinds of the changes of each part, without their sizes."""
-    return {name: [(whole, gradient, gathered) for _, whole, gradient, gathered in run[name]] for name in PARTS}
+    return {name: [one[1:] for one in run[name]] for name in PARTS}
 
 
-def _change(own: Sequence[tuple[float, bool, bool, bool]]) -> Change:
-    sizes, (_, whole, is_gradient, is_gathered) = [size for size, *_ in own], own[0]
-    step, first = LENGTHS[1] - LENGTHS[0], LENGTHS[0]
+def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
+    sizes, (_, whole, is_gradient, is_gathered, is_cast, parts) = [one.size for one in own], own[0]
+    step, first = lengths[1] - lengths[0], lengths[0]
     square = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * step**2)
     linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
     fixed = sizes[0] - linear * first - square * first**2
-    return Change(fixed, linear, square, whole and not fixed, is_gradient, is_gathered and not fixed)
+    return Change(fixed, linear, square, whole and not fixed, is_gradient, is_gathered and not fixed, is_cast, parts)
 
 
-def _run(
-    config: Any,
-    length: int,
-    precision: Precision,
-    attention: str | None,
-    checkpoint: Checkpoint | None,
-    *,
-    mixed: bool,
-) -> dict[str, Sizes]:
-    """Bytes of each change, and whether it is of the width of the residual stream, of a gradient, of a norm over all heads."""
+def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
+    """The model, of few blocks and without values, as it computes."""
     dtype = torch.bfloat16 if precision == "half" else torch.float32
-    given = {} if attention is None else {"attn_implementation": attention}
+    given = {} if variant.attention is None else {"attn_implementation": variant.attention}
     model = build_on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
+    if variant.adapted:
+        adapt(model)
+    if variant.gathers and precision == "autocast":
+        for block in blocks_of(model, candidate_stacks(model)[0]):
+            block.to(torch.bfloat16)
+    return model
+
+
+def _run(config: Any, length: int, precision: Precision, variant: Variant) -> Run:
+    """Bytes of each change, and what it is of: the residual stream, a gradient, a norm over all heads, a cast of a parameter."""
+    model = _built(config, precision, variant)
     name_of_stack = candidate_stacks(model)[0]
     blocks = blocks_of(model, name_of_stack)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -102,15 +126,15 @@ def _run(
     with fake_cuda(lambda name: None), contextlib.ExitStack() as stack:
         meter.name(model)
         give_memory(model, device, fake, meter.follow)
-        if checkpoint is not None:
-            checkpoint(model, name_of_stack)
+        if variant.checkpoint is not None:
+            variant.checkpoint(model, name_of_stack)
         stack.enter_context(_marking(blocks, lambda name: marks.append((name, len(memory.changes)))))
         stack.enter_context(maskless_attention(model))
         stack.enter_context(meter)
         memory.begin()
         with fake:
             ids = torch.empty((1, length), dtype=torch.int64, device=device)
-        is_cast = precision == "autocast" or (precision == "half" and mixed)
+        is_cast = precision == "autocast" or (precision == "half" and variant.mixed)
         cast = torch.autocast("cuda", torch.bfloat16) if is_cast else contextlib.nullcontext()
         with cast:
             output = model(input_ids=ids, labels=ids, use_cache=False)
@@ -125,7 +149,8 @@ def _run(
     name = next(name for name, one in model.named_modules() if one is middle)
     shared = {(op, of_any_block(f"{name}.{path}")) for op, path in _shared_results(middle)}
     gathered = {(op, of_any_block(f"{name}.{path}")) for op, path in _gathered_results(middle)}
-    return _by_part(memory, dict(marks), config.get_text_config().hidden_size, shared, gathered)
+    shapes = {tuple(parameter.shape) for parameter in model.parameters()}
+    return _by_part(memory, dict(marks), config.get_text_config(), (shared, gathered, shapes))
 
 
 def _products(block: nn.Module) -> dict[str, list[str]]:
@@ -204,11 +229,12 @@ def _marking(blocks: Sequence[nn.Module], mark: Callable[[str], None]) -> Iterat
 def _by_part(
     memory: Allocations,
     marks: dict[str, int],
-    hidden: int,
-    shared: set[tuple[str, str]],
-    gathered: set[tuple[str, str]],
-) -> dict[str, Sizes]:
-    """The changes between marks."""
+    text: Any,
+    known: tuple[set[tuple[str, str]], set[tuple[str, str]], set[tuple[int, ...]]],
+) -> Run:
+    """The changes between marks; `known` are `_shared_results`, `_gathered_results` and the shapes of parameters."""
+    shared, gathered, shapes = known
+    hidden, heads = text.hidden_size, _few_heads(text)
     ends = {
         "embedding": (0, marks["forward 0"]),
         "forward": (marks[f"forward {MIDDLE}"], marks[f"forward {MIDDLE + 1}"]),
@@ -221,12 +247,28 @@ def _by_part(
     made = [block for block, _ in memory.changes[slice(*ends["forward"])]]
     all_heads = {id(block) for block in made if {("", _module_of(block)), (block.op, _module_of(block))} & gathered}
 
-    def about(block: Block, change: int) -> tuple[float, bool, bool, bool]:
+    def about(block: Block, change: int) -> Size:
         whole = len(block.shape) in (2, 3) and block.shape[-1] in (hidden, 1)
         whole = whole and (block.op, _module_of(block)) not in shared
-        return float(change), whole, block.kind == "gradients", id(block) in all_heads
+        is_cast = block.op == "_to_copy" and block.shape in shapes
+        parts = heads if heads and not whole and _is_of_heads(block.shape, heads, text) else 0
+        return Size(float(change), whole, block.kind == "gradients", id(block) in all_heads, is_cast, parts)
 
     return {name: [about(*one) for one in _ordered(memory.changes[begin:end])] for name, (begin, end) in ends.items()}
+
+
+def _few_heads(text: Any) -> int:
+    """Heads of keys and values, where there are fewer than of queries; else 0."""
+    own, all_heads = getattr(text, "num_key_value_heads", None), getattr(text, "num_attention_heads", None)
+    return own if isinstance(own, int) and isinstance(all_heads, int) and own < all_heads else 0
+
+
+def _is_of_heads(shape: tuple[int, ...], heads: int, text: Any) -> bool:
+    """Whether a tensor has the keys or values of so many heads: (..., heads * width), or (batch, heads, tokens, width or its half)."""
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if len(shape) == 4:
+        return shape[1] == heads and shape[3] in (width, width // 2)
+    return len(shape) in (2, 3) and shape[-1] == heads * width
 
 
 def _module_of(block: Block) -> str:

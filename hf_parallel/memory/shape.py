@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.terms import ModelShape, Precision
 from hf_parallel.memory.unread import build_on_meta, first_line
+from hf_parallel.memory.variant import PLAIN, Variant
 from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.settings.file import parse_json, read_bounded
 from hf_parallel.settings.values import shown, spelled
 
-
-if TYPE_CHECKING:
-    from hf_parallel.memory.record import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +28,18 @@ COUNTS: Final = frozenset(
 MAX_MODULES: Final = 4096
 
 
-def shape_of(
-    name_or_path: str, precision: Precision | None = None, checkpoint: Checkpoint | None = None
-) -> ModelShape:
+def shape_of(name_or_path: str, precision: Precision | None = None, variant: Variant = PLAIN) -> ModelShape:
     """The shape of a causal language model.
 
     Args:
         name_or_path: A `config.json`, a folder with one, or a name that transformers can look up.
         precision: Precision in which the activations of a block are traced; None counts them as Llama's.
-        checkpoint: See `record_step`.
+        variant: See `record_step`.
 
     Raises:
         ConfigError: There is no such config, or no causal language model for it.
     """
-    return shape_of_config(config_of(name_or_path), precision, checkpoint)
+    return shape_of_config(config_of(name_or_path), precision, variant)
 
 
 def config_of(name_or_path: str, *, trains: bool = False) -> Any:
@@ -113,15 +110,13 @@ def _refuse_odd_file(file: Path) -> None:
                 )
 
 
-def shape_of_config(
-    config: Any, precision: Precision | None = None, checkpoint: Checkpoint | None = None
-) -> ModelShape:
+def shape_of_config(config: Any, precision: Precision | None = None, variant: Variant = PLAIN) -> ModelShape:
     """The shape of the model that `AutoModelForCausalLM` builds from a transformers config.
 
     Args:
         config: The config; it is not changed.
         precision: Precision, as for `shape_of`.
-        checkpoint: Checkpointing, as for `shape_of`; of a model that cannot run so, a step without it is recorded.
+        variant: As for `shape_of`; of a model that cannot run with its checkpointing, a step without it is recorded.
 
     Raises:
         ConfigError: It builds none, or the config names its widths in no usual way.
@@ -135,9 +130,9 @@ def shape_of_config(
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = output is not None and output.weight is embedding
     head = 0 if output is None else output.weight.numel()
-    recorded = None if precision is None else record_step(config, precision, checkpoint=checkpoint)
-    if precision is not None and recorded is None and checkpoint is not None:
-        recorded = record_step(config, precision)
+    recorded = None if precision is None else record_step(config, precision, variant)
+    if precision is not None and recorded is None and variant.checkpoint is not None:
+        recorded = record_step(config, precision, replace(variant, checkpoint=None))
     saved = None if precision is None or recorded is not None else trace_block(config, precision)
     first = config_of_layer(text, 0)
     heads = getattr(first, "num_attention_heads", None) or (

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Final
 
 from hf_parallel.memory.activations import Stages, stage_parts
-from hf_parallel.memory.estimate import CASTS, buffers, unpacked
-from hf_parallel.memory.moments import NAMES, SENT, TEMPORARY, Moment, Recorded, StageParts, moments_of, terms_at
+from hf_parallel.memory.estimate import CASTS, buffers, passing_gathers, unpacked
+from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, fullest, moments_of
 from hf_parallel.memory.terms import Layout, ModelShape, Precision, SavedBytes
+from hf_parallel.memory.variant import Variant
+from hf_parallel.planner.adapters import is_beside
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.pipeline import schedule_of
 from hf_parallel.planner.profile import NONE, ModelProfile
@@ -30,7 +32,13 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
     """The recorded memory of a step of the model; None if another system runs the layout, or the model cannot be run."""
     if profile.source is None or not spec.is_own or spec.kernels != "eager":
         return None
-    return profile.source.recorded(precision_of(spec), recomputed_of(spec), eager_attention=spec.attention == "eager")
+    precision = precision_of(spec)
+    variant = Variant(
+        attention="eager" if spec.attention == "eager" else None,
+        gathers=precision == "autocast" and spec.engine == "fsdp2" and spec.zero > 0,
+        adapted=is_beside(profile, spec),
+    )
+    return profile.source.recorded(precision, recomputed_of(spec), variant)
 
 
 def traced_of(profile: ModelProfile, spec: LayoutSpec) -> SavedBytes | None:
@@ -80,19 +88,19 @@ def peaks_of_ranks(
     found = []
     for rank in range(spec.pp):
         lasting = _lasting(held[rank], shape, layout, spec)
-        sent = lasting.pop(SENT, 0.0)
+        sent, whole = lasting.pop(SENT, 0.0), passing_gathers(lasting, layout)
         parts = stage_parts(shape, recorded, layout, stages, rank, gradients[rank])
-        found.append(_added(moments[rank], parts, sent, gradients[rank]))
+        found.append(_added(fullest(moments[rank], parts, sent, whole), gradients[rank]))
         found[-1]["buffers"] += sum(lasting.values())
     return found
 
 
-def _added(moments: Sequence[Moment], parts: Sequence[StageParts], sent: float, gradients: float) -> dict[str, float]:
-    terms = dict(zip(NAMES, max((terms_at(one, parts, sent) for one in moments), key=sum), strict=True))
+def _added(terms: Mapping[str, float], gradients: float) -> dict[str, float]:
+    """Terms of a rank that has so many bytes of gradients in the end."""
     found = {
         "activations": terms["activations"] + terms["recomputed blocks"] + terms[TEMPORARY],
         "logits": terms["logits and loss"],
-        "buffers": terms[SENT],
+        "buffers": terms[SENT] + terms[GATHERED],
     }
     return in_room_of(gradients - terms["gradients"], found)
 
@@ -108,14 +116,11 @@ def in_room_of(missing: float, terms: Mapping[str, float]) -> dict[str, float]:
 
 def _lasting(parameters: float, shape: ModelShape, layout: Layout, spec: LayoutSpec) -> dict[str, float]:
     """Buffers of a rank that holds so many parameters, and what slow networks cost."""
-    moved, own = parameters, layout
-    if spec.adapters:
-        own = replace(layout, precision="fp32")
-        moved = spec.trained(parameters) if layout.engine == "native" else parameters
-    found = buffers(moved, shape, own)
+    found = buffers(parameters, shape, layout)
     found.pop(CASTS, None)  # they are recorded
     if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
-        found = {"gathered parameters and gradients": (spec.element + spec.states[1]) * moved}
+        whole = spec.element * parameters + spec.states[1] * spec.trained(parameters)
+        found = {"gathered parameters and gradients": whole}
     trained = spec.trained(parameters)
     return found | unpacked(shape) | {name: size * trained for name, size in layout.extra.items()}
 

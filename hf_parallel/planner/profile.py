@@ -11,12 +11,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.memory.terms import ModelShape, Precision, SavedBytes
+from hf_parallel.memory.variant import Variant
 from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 from hf_parallel.settings.values import spelled
@@ -157,30 +158,30 @@ class Source:
 
     def __init__(self, config: Any) -> None:
         self._config = copy.deepcopy(config)
-        self._found: dict[tuple[Precision, bool, ActivationCheckpointingConfig], Recorded | None] = {}
+        self._found: dict[tuple[Precision, ActivationCheckpointingConfig, Variant], Recorded | None] = {}
         self._traced: dict[Precision, SavedBytes | None] = {}
 
     def recorded(
-        self, precision: Precision, recompute: ActivationCheckpointingConfig, *, eager_attention: bool
+        self, precision: Precision, recompute: ActivationCheckpointingConfig, variant: Variant
     ) -> Recorded | None:
         """What a step takes on a GPU; None if the model cannot be run on fake tensors.
 
         Args:
             precision: See `hf_parallel.memory.terms.Layout`.
             recompute: Recomputation in each block; for a model that cannot run with it, a step without it is recorded.
-            eager_attention: Store the scores; else attention is what transformers chooses.
+            variant: The way in which the step runs otherwise.
         """
-        key = precision, eager_attention, recompute
-        if (precision, eager_attention, NONE) in self._found and self._found[precision, eager_attention, NONE] is None:
+        key, without = (precision, recompute, variant), (precision, NONE, variant)
+        if without in self._found and self._found[without] is None:
             return None  # it would fail again, after as long
         if key not in self._found:
             from hf_parallel.activation_checkpointing.recorded import checkpoint_of  # brings torch
             from hf_parallel.memory.record import record_step
 
-            attention, checkpoint = "eager" if eager_attention else None, checkpoint_of(recompute)
-            found = record_step(self._config, precision, attention, checkpoint)
+            checkpoint = checkpoint_of(recompute)
+            found = record_step(self._config, precision, replace(variant, checkpoint=checkpoint))
             if found is None and checkpoint is not None:
-                found = self.recorded(precision, NONE, eager_attention=eager_attention)
+                found = self.recorded(precision, NONE, variant)
             self._found[key] = found
         return self._found[key]
 

@@ -86,6 +86,17 @@ def test_messages_are_counted_by_axis(tmp_path: Path) -> None:
     assert sum(one.total_bytes for one in reduced) == pytest.approx(4 * found.parameters, rel=0.01)
 
 
+def test_gradients_are_compressed_as_after_the_warm_up(tmp_path: Path) -> None:
+    found = {}
+    for method in ("none", "powersgd"):
+        section = f"{{gradient_compression: {{method: {method}}}}}"
+        found[method] = dry_run_recipe(recipe(tmp_path, section), LlamaConfig(**SIZES), length=128)
+    sent = {method: sum(one.total_bytes for one in run.messages if one.axis == "dp") for method, run in found.items()}
+    assert sent["powersgd"] < sent["none"] / 2
+    residual = 4 * found["none"].parameters
+    assert found["powersgd"].peak_bytes - found["none"].peak_bytes == pytest.approx(residual, rel=0.1)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_stages_of_shards_run_dry(rank: int, tmp_path: Path) -> None:
     """Groups are made of every stage and of every shard, and a rank is in some of them only."""

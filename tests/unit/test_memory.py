@@ -233,6 +233,13 @@ def test_checkpointing_keeps_inputs_and_a_group_of_blocks() -> None:
         assert (terms["activations"], terms["recomputed blocks"]) == (kept, again)
 
 
+def test_alternate_checkpoints_begin_with_the_first_block_of_a_stage() -> None:
+    from hf_parallel.memory.activations import alone_of
+
+    layout = Layout(1, 1, recompute=recompute(2, "alternate"))
+    assert [alone_of(count, layout) for count in (4, 5, 1)] == [2, 2, 0]
+
+
 def test_a_pipeline_holds_what_its_schedule_holds_and_the_head_is_on_the_last_rank() -> None:
     one = 100 * saved_by_block(SEVEN, Layout(1, 1), Work(1, 100))
     held = {}

@@ -37,6 +37,11 @@ def test_a_part_takes_more_than_it_keeps() -> None:
     assert summed(changes, Batch(2, 3, with_fixed=False)).casts == 0
 
 
+def test_keys_of_fewer_heads_than_ranks_are_on_several_of_these() -> None:
+    change = Change(0, 12, 0, whole=False, parts=2)
+    assert [summed([change], Batch(1, 1, tp_size=ranks)).kept for ranks in (1, 2, 4)] == [12, 6, 6]
+
+
 def stage(**values: Any) -> StageParts:
     usual: dict[str, Any] = {"entering": 0, "casts": 0, "block": 0, "again": 0, "backward": 0}
     usual |= {"loss": Part(0, 0, 0), "head": Part(0, 0, 0)}
@@ -71,6 +76,20 @@ def test_a_schedule_says_how_many_microbatches_are_held_beside_gradients() -> No
 def test_the_loss_is_there_before_gradients_are() -> None:
     own = stage(kept=100, gradients=30, table=20, loss=Part(60, 40, 0), head=Part(50, -40, 0))
     assert most("gpipe", 1, 1, [own]) == [100 + 40 + 50]
+
+
+def test_one_of_several_losses_without_logits_keeps_its_gradients() -> None:
+    own = stage(kept=100, gradients=0, loss=Part(60, 40, 0), head=Part(0, -40, 0), once=40)
+    first = stage(kept=100, gradients=0)
+    assert most("gpipe", 2, 4, [first, own])[1] == 400 + 60  # and not 3 * 40 more
+    assert most("1f1b", 2, 4, [first, own])[1] == 100 + 60
+
+
+def test_blocks_are_whole_while_they_run_and_not_while_the_loss_does() -> None:
+    own = stage(kept=100, gradients=0, loss=Part(60, 40, 0), head=Part(50, -40, 0))
+    for gathered, expected in ((30, 190), (130, 230)):
+        moments = moments_of(build_schedule("gpipe", 1, 1)[0], [0], 0)
+        assert sum(fullest(moments, [own], 0.0, gathered).values()) == expected
 
 
 def test_chunks_of_the_loss_are_those_of_the_run() -> None:

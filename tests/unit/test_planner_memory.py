@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 import yaml
 from transformers import AutoConfig, LlamaConfig
 
 from hf_parallel.dry_run.rank.recipe import dry_run_recipe
 from hf_parallel.memory import record
 from hf_parallel.memory.block import trace_block
+from hf_parallel.memory.unread import build_on_meta
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
@@ -39,8 +41,10 @@ TYPES: Final[dict[str, dict[str, Any]]] = {
     "phi": GATED,
     "olmo2": GATED,
 }
-# Experts whose weights autocast leaves in fp32; values that are narrower than queries.
+# Experts whose weights autocast leaves in fp32; values that are narrower than queries; rows that are filled up to chunks.
 ODD: Final[dict[str, dict[str, Any]]] = {
+    "mamba2": {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 8192, "num_heads": 16, "head_dim": 64}
+    | {"state_size": 64, "n_groups": 1},
     "mixtral": GATED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "deepseek_v3": WIDE
     | {"intermediate_size": 1408, "moe_intermediate_size": 256, "n_routed_experts": 8, "num_experts_per_tok": 2}
@@ -55,6 +59,8 @@ SECTIONS: Final[dict[str, dict[str, Any]]] = {
     "zero3": {"zero": {"stage": 3}},
     "recompute": {"activation_checkpointing": {"every": 1}},
     "selective": {"activation_checkpointing": {"every": 2, "mode": "selective"}},
+    "gpipe": {"pp_size": 2, "pipeline": {"num_microbatches": 4, "schedule": "gpipe"}},
+    "compressed": {"gradient_compression": {"method": "powersgd"}},
     "tp2 with a shared sequence, recompute": {
         "tp_size": 2,
         "tensor_parallel": {"sequence_parallel": True},
@@ -70,12 +76,20 @@ def allocated(config: Any, layout: dict[str, Any], cluster: Cluster, length: int
     return sum(terms.values()) - terms["overhead"]
 
 
-def difference(name: str, section: str, dtype: str, folder: Path) -> float:
+def adapters_of(model: Any, rank: int) -> int:
+    """Parameters of LoRA of so high a rank on all linear layers but the head."""
+    built = build_on_meta(model)
+    layers = [module for module in built.modules() if isinstance(module, torch.nn.Linear)]
+    return sum(rank * sum(one.weight.shape) for one in layers if one is not built.get_output_embeddings())
+
+
+def difference(name: str, section: str, dtype: str, folder: Path, lora_rank: int = 0) -> float:
     """Prediction over the dry run of the rank that has most, less 1, of two GPUs that are cut as the prediction is."""
     model, settings = AutoConfig.for_model(name, **(TYPES | ODD)[name]), SECTIONS[section]
     cluster, config = Cluster(1, 2, "h100"), HFParallelConfig.from_mapping(settings)
     layout = mapping_of(config, 2, ROWS, "fp32" if dtype == "fp32" else "bf16")
     layout |= {} if dtype == "half" else {"param_dtype": "fp32"}
+    layout |= {"adapters": adapters_of(model, lora_rank)} if lora_rank else {}
     if config.pp_size > 1:
         counts = step_of(profile_of(model), cluster, layout_of(layout), LENGTH, constants()).counts
         settings = settings | {"pipeline": settings["pipeline"] | {"split": list(counts)}}
@@ -85,7 +99,9 @@ def difference(name: str, section: str, dtype: str, folder: Path) -> float:
     recipe.write_text(yaml.safe_dump(accelerate | {"parallelism_config": {"hf_parallel": settings}}))
     precision = "half" if dtype == "half" else None
     peaks = [
-        dry_run_recipe(recipe, model, rank=rank, rows=ROWS, length=LENGTH, precision=precision).peak_bytes
+        dry_run_recipe(
+            recipe, model, rank=rank, rows=ROWS, length=LENGTH, precision=precision, lora_rank=lora_rank
+        ).peak_bytes
         for rank in range(config.pp_size)
     ]
     return allocated(model, layout, cluster) / max(peaks) - 1
@@ -103,11 +119,27 @@ def difference(name: str, section: str, dtype: str, folder: Path) -> float:
                 *(("llama", "tp2 with a shared sequence, recompute"), ("mixtral", "pp2"), ("deepseek_v3", "tp2")),
             )
         ),
+        *(pytest.param("llama", section, "bf16", marks=pytest.mark.long) for section in ("gpipe", "compressed")),
+        *(pytest.param(name, section, "bf16") for name, section in (("mixtral", "zero3"), ("mamba2", "zero1"))),
         pytest.param("gpt2", "zero1", "half", marks=pytest.mark.long),
     ],
 )
 def test_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtype: str, tmp_path: Path) -> None:
     assert abs(difference(name, section, dtype, tmp_path)) <= WITHIN
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("section", "dtype"),
+    [
+        ("zero1", "bf16"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("zero3", "bf16"), ("zero1", "half"))),
+    ],
+)
+def test_predicted_memory_of_adapters_is_the_peak_of_a_dry_run(section: str, dtype: str, tmp_path: Path) -> None:
+    """A frozen block keeps less: no weight of it needs what a norm has made of the hidden states, or a product's input."""
+    pytest.importorskip("peft")
+    assert abs(difference("llama", section, dtype, tmp_path, lora_rank=8)) <= WITHIN
 
 
 @pytest.mark.slow
@@ -133,7 +165,7 @@ def test_a_config_is_recorded_once_for_each_precision(monkeypatch: pytest.Monkey
     config = LlamaConfig(**TYPES["llama"] | {"vocab_size": 777})
     for layout in ({}, {"micro_batch": 2}, {"param_dtype": "fp32"}, {"recompute": "full"}, {"attention": "eager"}):
         predict(config, Cluster(1, 1, "h100"), layout, seq_len=64)
-    assert [(*given[1:3], given[3] is not None) for given in calls] == [
+    assert [(one, how.attention, how.checkpoint is not None) for _, one, how in calls] == [
         ("half", None, False),
         ("autocast", None, False),
         ("half", None, True),

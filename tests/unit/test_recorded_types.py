@@ -14,6 +14,7 @@ from hf_parallel.memory.layers import with_layers
 from hf_parallel.memory.moments import Batch
 from hf_parallel.memory.record import record_step
 from hf_parallel.memory.terms import Precision
+from hf_parallel.memory.variant import Variant
 
 
 ROWS, WITHIN = 2, 0.05
@@ -40,7 +41,7 @@ def saved_of_a_block(config: Any, precision: Precision) -> float:
 
 
 def recorded_of_a_block(config: Any, precision: Precision) -> float:
-    recorded = record_step(config, precision, mixed=False)  # as the real one runs
+    recorded = record_step(config, precision, Variant(mixed=False))  # as the real one runs
     assert recorded is not None
     return recorded.parts(Batch(ROWS * LENGTH, LENGTH)).forward.kept
 

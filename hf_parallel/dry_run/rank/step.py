@@ -18,6 +18,7 @@ from hf_parallel.memory.terms import Work
 
 
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
+STEPS = 1000  # of a run, in whose middle the metered one is: gradients are compressed there, as its warm-up is over
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Training:
         parameters = [p for p in engine.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
         own = engine.gradients.guard(optimizer, engine.model)
-        engine.gradients.replicas.plan_steps(1000, 0)
+        engine.gradients.replicas.plan_steps(STEPS, STEPS // 2)
         return cls(engine, optimizer, own.begin, meter)
 
     def step(self, batches: Sequence[dict[str, Any]]) -> None:

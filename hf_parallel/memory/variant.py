@@ -1,0 +1,31 @@
+"""The ways in which a step of a model is recorded. Without torch, as whoever asks for them may have none yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way in which a step is recorded, beside the precision of its parameters.
+
+    Attributes:
+        attention: Attention to run; None is the choice of transformers.
+        checkpoint: Makes each block of a stack (a module and the stack's name) run again in the backward; None if none does.
+        mixed: Whether a model in 16 bit runs under autocast, too, as recipes with mixed_precision have it: some functions then
+            compute in fp32.
+        gathers: Whether the parameters of blocks come in the dtype that computes, as `fully_shard` gathers them: what autocast
+            would leave in fp32, such as experts, is in 16 bit then.
+        adapted: Whether the model is frozen, and each linear layer but the head has LoRA beside it.
+    """
+
+    attention: str | None = None
+    checkpoint: Callable[[Any, str], object] | None = None
+    mixed: bool = True
+    gathers: bool = False
+    adapted: bool = False
+
+
+PLAIN: Final = Variant()
