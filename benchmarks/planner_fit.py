@@ -25,7 +25,7 @@ from hf_parallel.planner.constants import Constants
 BEGIN: Final[Mapping[str, tuple[float, float, float]]] = {
     "e_mm": (0.85, 0.8, 1.0),
     "e_bw": (0.75, 0.7, 0.95),
-    "e_att": (0.65, 0.5, 1.0),
+    "e_att": (0.78, 0.6, 1.0),  # of rows so long that their first keys do not count
     "thin": (8.0, 0.5, 200.0),
     "few": (30.0, 1.0, 1000.0),
     "c_intra": (0.66, 0.6, 0.85),

@@ -80,6 +80,19 @@ def adapter_pass(
     return arithmetic + there, 2 * arithmetic + back
 
 
+def stored_bytes(block: float, parameters: float, spec: LayoutSpec) -> float:
+    """Mean bytes of a parameter as it is gathered or waits in other memory: those of quantised blocks are as few as they are.
+
+    Args:
+        block: Parameters in blocks, as a number or a share.
+        parameters: All of them, in the same unit.
+        spec: The layout.
+    """
+    if not spec.block_bits:
+        return float(spec.element)
+    return spec.element - (spec.element - spec.block_bits / 8) * block / max(parameters, 1e-9)
+
+
 def moved_by_unpacking(block: BlockProfile, spec: LayoutSpec) -> float:
     """Bytes that a pass, forward or backward, moves to unpack the quantised matrices of a block, each for its product."""
     if not spec.block_bits:

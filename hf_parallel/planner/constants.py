@@ -40,6 +40,7 @@ class Constants:
         dp_overlapped: Part of the last backward that hides the reduction.
         unpack: Rate at which quantised weights are unpacked, as a part of that of other kernels.
         flash: Rate of flash attention's later releases, as a multiple of its first and of SDPA's.
+        few_keys: Mean number of keys of a query at which attention that stores no scores takes twice its time.
         t_fetch: Host time in which ZeRO 3 other than FSDP fetches and frees a block's parameters, in each of its passes.
         cpu_adam: Parameters per second that a node's host updates.
         update_s: Time of the optimizer for each parameter on the device; 0 takes the time of its memory traffic.
@@ -68,6 +69,7 @@ class Constants:
     dp_overlapped: float
     unpack: float
     flash: float
+    few_keys: float
     t_fetch: float
     cpu_adam: float
     update_s: float = 0.0

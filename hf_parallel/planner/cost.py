@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hf_parallel.planner.adapters import adapter_pass, is_beside, moved_by_unpacking, trained_share
+from hf_parallel.planner.adapters import adapter_pass, is_beside, moved_by_unpacking, stored_bytes, trained_share
 from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, by_copies, groups_of, one_way
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.hardware import Cluster
@@ -125,7 +125,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     spec, c = place.spec, place.c
     products = sum(_product(one, place, heads=block.heads) for one in block.products)
     kernels, kernels_back = _between(profile, block, place)
-    core, core_back = _attention(block, place)
+    core, core_back = attention_pass(block, place)
     forward = products + kernels + core
     late = trained_share(profile, spec) * products  # frozen weights need no gradient
     backward = products + late + kernels_back + core_back
@@ -219,8 +219,8 @@ def _between(profile: ModelProfile, block: BlockProfile, place: Place) -> tuple[
     return forward, kernels.backward[other] * forward
 
 
-def _attention(block: BlockProfile, place: Place) -> tuple[float, float]:
-    """Seconds forward and backward of scores and weighted values."""
+def attention_pass(block: BlockProfile, place: Place) -> tuple[float, float]:
+    """Seconds forward and backward of scores and weighted values; each query that stores no scores has a fixed part."""
     spec, c = place.spec, place.c
     if not block.heads:
         return 0.0, 0.0
@@ -230,6 +230,8 @@ def _attention(block: BlockProfile, place: Place) -> tuple[float, float]:
         card = place.cluster.card
         rate = (card.flash * c.flash if spec.attention == "flash" else card.attention) * c.e_att
         rate *= card.fp32 / card.peak if spec.dtype == "fp32" else 1.0
+        keys = block.pairs(place.seq_len) / place.seq_len
+        rate *= keys / (keys + c.few_keys)
         forward = 2 * heads * block.pairs(place.seq_len) * width / rate
         return forward, 2.5 * forward
     square = float(place.seq_len) ** 2
@@ -288,7 +290,7 @@ def _sharded_messages(
     spec, cluster, c = place.spec, place.cluster, place.c
     if not spec.gathers_each_pass or spec.dp * spec.sp == 1:
         return forward, backward
-    size = min(spec.states[0], 2.0 if spec.dtype != "fp32" else 4.0) / spec.tp
+    size = min(spec.states[0], stored_bytes(1.0, 1.0, spec)) / spec.tp
     size_back = min(spec.states[1], 4.0) * spec.trained(profile.parameters / spec.tp) / profile.parameters  # one stage
     gathered = reduced = 0.0
     for held, group in by_copies(

@@ -91,6 +91,7 @@ def _constants(found: Calibration, card: Gpu, tokens: float) -> Constants:
         constants(),
         e_mm=1.0,
         e_att=1.0,
+        few_keys=0.0,  # it was measured at a usual length
         c_intra=1.0,
         t_kernel=0.0 if on_cpu else found.kernel_s,  # a CPU launches nothing: it computes
         t_floor=found.kernel_s if on_cpu else constants().t_floor,

@@ -13,6 +13,7 @@ from hf_parallel.memory.activations import Stages
 from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
+from hf_parallel.planner.adapters import is_beside, stored_bytes
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.own import in_room_of, peaks_of_ranks, recorded_of, traced_of
 from hf_parallel.planner.pipeline import placement, schedule_of
@@ -206,13 +207,14 @@ def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> floa
     element = float(spec.element)
     block = max(kind.held(spec.sharing_replicas) for kind in profile.kinds) / spec.tp
     rest = max(profile.embedding, profile.head) / spec.tp
+    passing = GATHERED_BLOCKS * block * stored_bytes(1.0, 1.0, spec) + element * rest
     if spec.dp * spec.sp == 1:  # alone, what is offloaded passes block by block
-        return element * min(parameters, GATHERED_BLOCKS * block + rest) if spec.offload_param != "none" else 0.0
+        return min(element * parameters, passing) if spec.offload_param != "none" else 0.0
     reduced = spec.states[1] * spec.trained(parameters) / max(parameters, 1.0)
     if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
         return (element + reduced) * parameters
     if spec.zero == 3:
-        return element * min(parameters, GATHERED_BLOCKS * block + rest) + reduced * min(parameters, max(block, rest))
+        return min(element * parameters, passing) + reduced * min(parameters, max(block, rest))
     if spec.engine == "fsdp2" and spec.zero > 0:
         return element * parameters + reduced * min(parameters, max(block, rest))
     return min(reduced * parameters, 2 * BUCKET)
@@ -238,6 +240,7 @@ def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec,
         return (traced.shared * whole + traced.split + traced.square * seq_len) / spec.tp
     size = spec.element
     norm = 8.0 if spec.kernels == "eager" and block.has_rms else 4.0
+    norm -= 2.0 * (norm > 4.0 and is_beside(profile, spec))  # what it has made is kept for its weight's gradient
     norms = 2 * norm * profile.hidden * (size / 2) + 2.0 * profile.has_dropout * profile.hidden
     heads = size * block.heads * (block.head_dim + block.value_dim) + size * block.kv_heads * (
         block.head_dim + block.value_dim

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.planner.adapters import stored_bytes
 from hf_parallel.planner.checks import all_of, whole
 from hf_parallel.planner.collectives import (
     Group,
@@ -353,7 +354,8 @@ def _update(profile: ModelProfile, place: Place, counts: Sequence[int]) -> float
     if spec.offload_param != "none":  # for every pass
         rate = cluster.card.pcie if spec.offload_param == "cpu" else cluster.disk_bytes_s / cluster.gpus_per_node
         held = _largest_rank(profile, spec, counts)[0] / (spec.dp * spec.sp if spec.zero == 3 else 1)
-        moved = 2 * spec.num_microbatches * spec.element * held / rate
+        blocks = sum(profile.kinds[kind].parameters for kind in profile.layers)
+        moved = 2 * spec.num_microbatches * stored_bytes(blocks, profile.parameters, spec) * held / rate
     if spec.offload_optimizer == "none":
         return moved + own * (c.update_s or ADAM_BYTES / place.moved)
     on_node = own * cluster.gpus_per_node

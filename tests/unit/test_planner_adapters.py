@@ -16,7 +16,7 @@ from hf_parallel.planner.constants import constants
 from hf_parallel.planner.cost import Pass, Place, block_pass
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
-from hf_parallel.planner.memory import memory_bytes
+from hf_parallel.planner.memory import memory_bytes, saved_by_block
 from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
 from hf_parallel.planner.search import plan
 
@@ -123,6 +123,32 @@ def test_a_quantised_base_has_its_bits_in_blocks_alone() -> None:
 
     spared = 2 * 12 * HIDDEN**2 * (2 - 4.13 / 8)
     assert weights() - weights(block_bits=4.13) == pytest.approx(spared)
+
+
+def test_a_quantised_base_is_gathered_as_it_lies() -> None:
+    """FSDP sends packed matrices; published: QLoRA of 34 billion parameters in full shards fits two cards of 24 GB."""
+    layout = {"dp": 2, "zero": 3, "state_bytes": (2, 2, 4), "kernels": "eager"}
+
+    def gathered(bits: float) -> tuple[float, float]:
+        spec = layout_of({"adapters": 8 * ALL, "block_bits": bits} | layout)
+        place = Place(spec, Cluster(1, 2, "rtx3090", intra="pcie", intra_gb_s=0.1), LENGTH, constants())
+        buffers = memory_bytes(MODEL, spec, [LAYERS], LENGTH)["buffers"] - (2.0 * 4 * HIDDEN**2 if bits else 0.0)
+        return buffers, block_pass(MODEL, BLOCK, place).forward
+
+    (half, slow), (packed, fast) = gathered(0.0), gathered(4.0)
+    block = 12 * HIDDEN**2
+    assert half - packed == pytest.approx(3 * block * (2 - 0.5))
+    link = 0.1e9 * constants().c_intra
+    assert slow - fast == pytest.approx(block / 2 * (2 - 0.5) / link, rel=0.1)
+
+
+def test_a_frozen_norm_does_not_keep_what_its_weight_scales() -> None:
+    rms = replace(MODEL, kinds=(replace(BLOCK, has_rms=True),))
+    layout = {"state_bytes": (2, 2, 4)}  # of others: of this package's own it is recorded
+    trained, frozen = (
+        saved_by_block(rms, rms.kinds[0], layout_of(layout | {"adapters": count}), LENGTH) for count in (0, 8 * ALL)
+    )
+    assert trained - frozen == 2 * 2 * HIDDEN
 
 
 def test_plans_of_a_quantised_base_keep_its_weights_in_one_piece() -> None:
