@@ -87,7 +87,7 @@ def _fills_rows(recorded: Recorded) -> bool:
     return filled > FILLED * summed(recorded.forward, Batch(max(LENGTHS), max(LENGTHS))).most
 
 
-def _flags(run: Run) -> dict[str, list[tuple[bool, ...]]]:
+def _flags(run: Run) -> dict[str, list[tuple[int, ...]]]:
     """Kinds of the changes of each part, without their sizes."""
     return {name: [one[1:] for one in run[name]] for name in PARTS}
 
@@ -105,7 +105,7 @@ def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
     """The model, of few blocks and without values, as it computes."""
     dtype = torch.bfloat16 if precision == "half" else torch.float32
     given = {} if variant.attention is None else {"attn_implementation": variant.attention}
-    model = build_on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
+    model: nn.Module = build_on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
     if variant.adapted:
         adapt(model)
     if variant.gathers and precision == "autocast":
