@@ -94,7 +94,7 @@ def test_gradients_are_compressed_as_after_the_warm_up(tmp_path: Path) -> None:
     sent = {method: sum(one.total_bytes for one in run.messages if one.axis == "dp") for method, run in found.items()}
     assert sent["powersgd"] < sent["none"] / 2
     residual = 4 * found["none"].parameters
-    assert found["powersgd"].peak_bytes - found["none"].peak_bytes == pytest.approx(residual, rel=0.1)
+    assert found["powersgd"].after_bytes - found["none"].after_bytes >= residual
 
 
 @pytest.mark.parametrize("rank", [0, 3])
