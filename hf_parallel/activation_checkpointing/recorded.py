@@ -1,4 +1,4 @@
-"""How `memory.record` is to record the step of a layout: checkpoints as a run would make them, adapters, gathered blocks."""
+"""The way in which `memory.record` records the step of a layout: checkpoints as a run would make them, adapters, gathered blocks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
 
 @dataclass(frozen=True)
 class Kernels:
-    """How the ops between products run; judged from counts of the ops of GPT and Llama blocks.
+    """Ways in which the ops between products run; judged from counts of the ops of GPT and Llama blocks.
 
     Attributes:
         norm: Bytes moved forward for each element of the residual stream, with RMS norms and with layer norms.

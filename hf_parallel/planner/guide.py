@@ -57,7 +57,7 @@ def rule_for(profile: ModelProfile, cluster: Cluster) -> Rule:
 
 
 def axes_of(spec: LayoutSpec) -> frozenset[str]:
-    """What a layout uses."""
+    """Axes that a layout uses."""
     used = {"tp": spec.tp > 1, "pp": spec.pp > 1, "zero": spec.zero > 0, "replicas": spec.dp > 1}
     return frozenset(name for name, uses in used.items() if uses)
 

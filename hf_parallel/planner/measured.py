@@ -23,7 +23,7 @@ HALVINGS: Final = 40
 
 @dataclass(frozen=True, init=False)
 class MeasuredCluster(Cluster):
-    """As `Cluster`; rates inside a node are those of a report.
+    """A `Cluster` whose rates inside a node are those of a report.
 
     Args:
         nodes: Machines like the one that was measured.

@@ -70,7 +70,7 @@ def _overhead(terms: Mapping[str, float], spec: LayoutSpec, limit: float) -> flo
 def _bytes_by_formula(
     profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int
 ) -> dict[str, float]:
-    """As `memory_bytes` without overhead, of what other packages run."""
+    """Terms of `memory_bytes` but overhead, of layouts that other packages run."""
     ranks = placement(spec)
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     blocks = blocks_of_ranks(profile, spec, counts)
@@ -93,7 +93,7 @@ def _bytes_by_formula(
 def _own_bytes(
     profile: ModelProfile, recorded: Recorded, spec: LayoutSpec, counts: Sequence[int], seq_len: int
 ) -> dict[str, float]:
-    """As `memory_bytes` without overhead, of what this package runs."""
+    """Terms of `memory_bytes` but overhead, of layouts that this package runs."""
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     blocks = blocks_of_ranks(profile, spec, counts)
     states = [_states(*each, spec) for each in zip(held, experts, blocks, strict=True)]
@@ -107,7 +107,7 @@ def _own_bytes(
 
 
 def _sizes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int) -> list[float]:
-    """How many recorded blocks the blocks of each stage are as large as; kinds differ as the formula says."""
+    """Number of recorded blocks that the blocks of each stage are as large as; kinds differ as the formula says."""
     if len(profile.kinds) == 1:
         return [float(count) for count in counts]
     kept = [saved_by_block(profile, kind, spec, seq_len) for kind in profile.kinds]
@@ -155,7 +155,7 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
 
 
 def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
-    """As `parameters_of_ranks`, of the blocks alone."""
+    """Parameters of each rank's blocks; see `parameters_of_ranks`."""
     return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.sharing_replicas))
 
 
@@ -203,7 +203,7 @@ def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) 
 
 
 def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> float:
-    """What is gathered, cast or on its way for a while."""
+    """Bytes that are gathered, cast or on their way for a while."""
     element = float(spec.element)
     block = max(kind.held(spec.sharing_replicas) for kind in profile.kinds) / spec.tp
     rest = max(profile.embedding, profile.head) / spec.tp

@@ -42,7 +42,7 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
 
 
 def traced_of(profile: ModelProfile, spec: LayoutSpec) -> SavedBytes | None:
-    """What autograd keeps of a block of a model that this package runs and that cannot be recorded; else None."""
+    """Bytes that autograd keeps of a block of a model that this package runs and that cannot be recorded; else None."""
     if profile.source is None or not spec.is_own or spec.kernels != "eager" or recorded_of(profile, spec) is not None:
         return None
     return profile.source.traced(precision_of(spec))

@@ -164,7 +164,7 @@ class Source:
     def recorded(
         self, precision: Precision, recompute: ActivationCheckpointingConfig, variant: Variant
     ) -> Recorded | None:
-        """What a step takes on a GPU; None if the model cannot be run on fake tensors.
+        """Memory of a step on a GPU; None if the model cannot be run on fake tensors.
 
         Args:
             precision: See `hf_parallel.memory.terms.Layout`.
@@ -186,7 +186,7 @@ class Source:
         return self._found[key]
 
     def traced(self, precision: Precision) -> SavedBytes | None:
-        """What autograd keeps of a block, of a model whose step cannot be recorded; None if it cannot be traced either."""
+        """Bytes that autograd keeps of a block, of a model whose step cannot be recorded; None if it cannot be traced either."""
         if precision not in self._traced:
             from hf_parallel.memory.block import trace_block  # brings torch
 

@@ -176,7 +176,7 @@ def _explained(plans: list[Plan]) -> list[Plan]:
 
 
 def _loss(own: Estimate, best: Estimate) -> str:
-    """What a plan loses against the first."""
+    """Reason for which a plan comes after the first."""
     step = own.step_s / best.step_s - 1
     lost = {
         "waiting of stages": own.bubble * own.step_s - best.bubble * best.step_s,

@@ -94,7 +94,7 @@ class UserCode:
 
 
 def _states_of(trainer: Trainer) -> Mapping[Any, Any]:
-    """What the optimizer keeps, by parameter; nothing of an optimizer of flat parts, which has its own rules."""
+    """State of the optimizer, by parameter; nothing of an optimizer of flat parts, which has its own rules."""
     state: Any = bare_optimizer(trainer.optimizer).state if trainer.optimizer is not None else {}
     return {} if isinstance(state, PartStates) else state
 

@@ -17,6 +17,7 @@ RIDDLE = re.compile(
     r"(?:Of|That|Those|Which|Nothing|Until|As of|From (?:now|here|where)"
     r"|(?:After|At|By|For|From|In|On|Over|To|With) (?:which|whom))\b"
 )
+QUESTION = re.compile(r"(?:As|How|What|When|Where)\b")  # a summary begins with a verb or a noun
 SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:", "Yields:")
 ENTRY = re.compile(r"\*{0,2}\w[\w.]*(?:, \*{0,2}\w+)*: +(.+)")
 
@@ -46,13 +47,21 @@ def riddles(source: str) -> Iterator[tuple[int, str]]:
         if docstring is None:
             continue
         first = node.body[0].lineno
-        yield from ((first + offset, text) for offset, text in openings(docstring) if RIDDLE.match(text))
+        for offset, text in openings(docstring):
+            asks = offset == 0 and not isinstance(node, ast.Module) and QUESTION.match(text)
+            if asks or RIDDLE.match(text):
+                yield first + offset, text
 
 
 @pytest.mark.parametrize("opening", ["Of all ranks.", "Which are.", "From here on they are.", "In which it waits."])
 def test_a_riddle_is_found_in_summaries_and_in_entries(opening: str) -> None:
     source = f'def f(a):\n    """{opening}\n\n    Args:\n        a: {opening}\n    """\n'
     assert list(riddles(source)) == [(2, opening), (5, opening)]
+
+
+def test_a_summary_that_asks_is_found_and_an_entry_may() -> None:
+    source = 'def f(a):\n    """What it is.\n\n    Args:\n        a: How often.\n    """\n'
+    assert list(riddles(source)) == [(2, "What it is.")]
 
 
 @pytest.mark.parametrize(

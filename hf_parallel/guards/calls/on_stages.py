@@ -373,7 +373,7 @@ def block_of(name: str) -> str:
 
 
 def _moments(state: Any) -> Iterator[Tensor]:
-    """What an optimizer keeps of one parameter, but for counts of steps, which are the same of all."""
+    """State that an optimizer keeps of one parameter, but for counts of steps, which are the same of all."""
     values = state.values() if isinstance(state, Mapping) else ()
     return (one for one in values if isinstance(one, Tensor) and one.ndim > 0 and one.layout is torch.strided)
 
