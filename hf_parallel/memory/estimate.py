@@ -228,7 +228,9 @@ def _recorded_peaks(shape: ModelShape, recorded: Recorded, layout: Layout, work:
         whole = passing_gathers(lasting, layout)
         own, last = stages.of_rank(rank), len(stages.counts) - 1
         parts = stage_parts(shape, recorded, layout, stages, rank, gradients)
-        found.append(lasting | fullest(moments_of(actions, own, last), parts, sent, whole))
+        terms = fullest(moments_of(actions, own, last), parts, sent, whole)
+        terms[GATHERED] += lasting.pop(GATHERED, 0.0)
+        found.append(lasting | terms)
     return found
 
 
