@@ -212,9 +212,11 @@ class OnParts(TorchFunctionMode):
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
 
     def _like(self, target: Tensor, value: Any) -> Any:
-        """A part that a tensor of another class is changed by, as of that class."""
+        """A part that a tensor of another class is changed by, as of that class; one that dispatches by itself is no view of it."""
+        kind = type(target)
         is_known = isinstance(value, Tensor) and self._known.of(value) is not None
-        return value.as_subclass(type(target)) if is_known and type(target) not in PLAIN else value
+        is_view = kind not in PLAIN and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        return value.as_subclass(kind) if is_known and is_view else value
 
     def _is_alike(self, out: Any, leaves: list[Tensor], first: tuple[Tensor, Owned]) -> bool:
         """Whether everything that came out has the shape of a part that went in; it is known from then on."""
