@@ -147,9 +147,8 @@ class Packer:
 
     def arrived(self, index: int, position: int) -> None:
         """Move a complete gradient into its bucket; the others of the bucket will have the same factor."""
-        if (
-            torch.is_grad_enabled()
-        ):  # `create_graph=True`; autograd has switched it off else, and entering `no_grad` takes time
+        # With `create_graph=True`; autograd has switched it off else, and entering `no_grad` takes time.
+        if torch.is_grad_enabled():
             with torch.no_grad():
                 self.arrived(index, position)
             return

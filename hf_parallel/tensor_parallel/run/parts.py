@@ -99,9 +99,8 @@ class OnParts(TorchFunctionMode):
             return func(*args, **kwargs)
         if brings_into_file(func, sys._getframe(1), LIBRARIES):
             _refuse_file(found[0][1])
-        draws_for_part = (
-            getattr(func, "__name__", "") in DRAWS and leaves[0] is found[0][0]
-        )  # PEFT, as it makes adapters anew
+        # As PEFT does when it makes adapters anew.
+        draws_for_part = getattr(func, "__name__", "") in DRAWS and leaves[0] is found[0][0]
         if not draws_for_part and not _asked_by_user():
             out = func(*args, **kwargs)
             self._is_alike(out, leaves, found[0])
