@@ -71,12 +71,16 @@ class Loop:
         self.model = self.accelerator.prepare(self.model)
         self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in chosen]
 
-    def loss(self, index: int) -> torch.Tensor:
+    def outputs(self, index: int) -> Any:
         """Of this replica's rows of a batch."""
         rows = tiny.collate(tiny.rows(64))
         mine = ROWS // self.replicas
         first = (index * ROWS) % 64 + self.replica * mine
-        result: torch.Tensor = self.model(**{k: v[first : first + mine] for k, v in rows.items()}).loss
+        return self.model(**{k: v[first : first + mine] for k, v in rows.items()})
+
+    def loss(self, index: int) -> torch.Tensor:
+        """Of this replica's rows of a batch."""
+        result: torch.Tensor = self.outputs(index).loss
         self.history.append(float(self.accelerator.reduce(result.detach(), "mean")))
         return result
 

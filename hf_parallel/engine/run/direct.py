@@ -307,18 +307,20 @@ class DirectEngine(Engine):
                 self._shared_batch.settle()
             self.recorder.add("F", 0, self._pass, start)
         finer = not isinstance(context, contextlib.nullcontext)
+        hides = isinstance(output, LabelledOutput)
         if finer:
-            output = convert_to_fp32(output)
-        if isinstance(output, LabelledOutput):
+            output = output.changed(convert_to_fp32) if hides else convert_to_fp32(output)
+        if hides:
             output.again(made, self._meet_for_logits, functools.partial(self._gathered, finer))
+        held = output.held() if hides else output  # to look at the logits would gather them
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
+            for tensor in tensors_in(held):
                 if tensor.requires_grad:
                     tensor.register_hook(self._during_backward)
-        if self.mesh.shape.sp_size > 1 and isinstance(output, Mapping):
-            whole = {"loss", "logits"} if output.get("loss") is None else {"loss"}
+        if self.mesh.shape.sp_size > 1 and isinstance(held, Mapping):
+            whole = {"loss", "logits"} if held.get("loss") is None else {"loss"}
             refuse_hooks(
-                {n: value for n, value in output.items() if n not in whole}, f"sp_size={self.mesh.shape.sp_size}"
+                {n: value for n, value in held.items() if n not in whole}, f"sp_size={self.mesh.shape.sp_size}"
             )
         return output
 
