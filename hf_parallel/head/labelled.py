@@ -88,7 +88,7 @@ class LabelledOutput(ModelOutput):
         return functools.partial(vars(self).get("_kind", type(self)), **dict(self.items())), ()
 
     def held(self) -> dict[str, Any]:
-        """What exists: all outputs but logits that nobody has set."""
+        """All outputs that exist: not logits that nobody has set."""
         return dict(super().items())
 
     def hide(self, output: ModelOutput, gather: Callable[[Tensor], Tensor]) -> LabelledOutput:

@@ -150,3 +150,12 @@ def output_flags(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[tuple[str
             value = getattr(holder, name, None) if value is None else value
         found.append((name, value))
     return tuple(found)
+
+
+def kind_of_output(output: Any) -> str:
+    """Words for what a forward returned: the names of a mapping, the members of a tuple, or a class."""
+    if isinstance(output, Mapping):
+        return f"{type(output).__name__} of {', '.join(map(str, output)) or 'nothing'}"
+    if isinstance(output, (tuple, list)):
+        return f"{type(output).__name__} of {', '.join(type(one).__name__ for one in output) or 'nothing'}"
+    return type(output).__name__

@@ -25,6 +25,7 @@ from hf_parallel.errors import ParallelError, PlanError
 from hf_parallel.model.copies import deep_copy, rebind_forwards
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.random_streams import generators_of
+from hf_parallel.model.samples import kind_of_output
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
 from hf_parallel.ulysses.forward import last_position, share_forward, tokens_of
@@ -248,11 +249,26 @@ def _run(
     with _trained(model) as held:
         with watched(model, trail, length), Counts(trail, blocks_of(model), length, spread):
             output = forward(**sample)
-            loss: Tensor = output["loss"]
+            loss = _loss_of(output)
             gradients = _gradients(loss, list(held.values()))
         with torch.no_grad():
             logits = forward(**{n: v for n, v in sample.items() if n != "labels"})["logits"]
     return Found(loss.detach(), logits, dict(zip(held, gradients, strict=True)), trail)
+
+
+def _loss_of(output: Any) -> Tensor:
+    """The loss in a model's output.
+
+    Raises:
+        PlanError: The output has no names, or no loss.
+    """
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor) and "logits" in output:
+        return output["loss"]  # type: ignore[no-any-return]
+    raise PlanError(
+        f"sp_size above 1 with a forward that returns {kind_of_output(output)} for a batch with labels: parts of a row are joined by name, "
+        "and only loss and logits are known (models with a value head return a tuple, and values of each token). Return a "
+        "ModelOutput with both, or set sp_size to 1: tp_size and zero.stage train such a model."
+    )
 
 
 @contextmanager

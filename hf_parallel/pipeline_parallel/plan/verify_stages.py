@@ -18,6 +18,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import is_stock
+from hf_parallel.model.samples import kind_of_output
 from hf_parallel.model.tensors import largest
 from hf_parallel.model.unchanged import frozen, unchanged
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
@@ -39,7 +40,7 @@ def loss_of(output: Any) -> Tensor:
     """The loss in a model's output: its `loss`, or the first entry of a tuple.
 
     Raises:
-        PlanError: There is none: the batch has no labels.
+        PlanError: There is none: the batch has no labels, or the model computes none.
     """
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
@@ -47,7 +48,12 @@ def loss_of(output: Any) -> Tensor:
     if loss is None and isinstance(output, (tuple, list)) and output:
         loss = output[0]
     if not isinstance(loss, Tensor) or loss.ndim:
-        raise PlanError("the model returned no scalar loss: the samples of the self-check need 'labels'.")
+        raise PlanError(
+            f"pp_size above 1 with a forward that returns {kind_of_output(output)} for a batch with labels: the last stage starts the "
+            "backward pass from the model's own loss, a scalar, which is neither named loss nor first in a tuple (models with a value "
+            "head return none). Return it from the forward, give the sample labels, or set pp_size to 1: tp_size and zero.stage "
+            "train such a model."
+        )
     return loss
 
 
