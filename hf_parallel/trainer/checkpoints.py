@@ -7,6 +7,7 @@ that it may go on as several ranks, and the other way round.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -50,6 +51,9 @@ from hf_parallel.trainer.restarts import RestartMixin
 from hf_parallel.trainer.user_code import answers
 
 
+logger = logging.getLogger(__name__)
+
+
 class CheckpointMixin(RestartMixin):
     """Checkpoints by all ranks; everything falls back to stock for a Trainer that hf_parallel does not drive."""
 
@@ -61,6 +65,7 @@ class CheckpointMixin(RestartMixin):
     _hf_parallel_ready: Callable[[], None] | None = None  # writes a checkpoint, after callbacks had their turn
     _hf_parallel_published: Published | None = None  # a checkpoint that callbacks may add files to
     _hf_parallel_claim: Claim | None = None
+    _hf_parallel_state_saved: bool = False  # whether the training state was, in the checkpoint that is written
     _hf_parallel_saved: int = -1  # the last step of which a checkpoint was written
     _hf_parallel_is_new: bool = True  # whether the folder that is being written did not exist
 
@@ -194,9 +199,10 @@ class CheckpointMixin(RestartMixin):
                     self._hf_parallel_is_new = not os.path.lexists(run_dir / name)
                     clean(run_dir)
                     staging.mkdir(parents=True)
-            self._hf_parallel_staging, self._hf_parallel_push = staging, False
+            self._hf_parallel_staging, self._hf_parallel_push, self._hf_parallel_state_saved = staging, False, False
             with self._together(run_dir / name, "write the checkpoint"):
                 super()._save_checkpoint(model, trial)
+            self._tell_of_missing_state(run_dir / name)
             self.state.best_model_checkpoint = best if memory is not None else self._best_checkpoint(run_dir, best)
             with self._together(run_dir / name, "finish the checkpoint"):
                 if self.args.should_save:
@@ -212,6 +218,18 @@ class CheckpointMixin(RestartMixin):
         self._commit(staging / name, run_dir / name, in_memory=memory is not None)
         if self._hf_parallel_push and memory is None:
             self._push_from_checkpoint(str(run_dir / name))
+
+    def _tell_of_missing_state(self, folder: Path) -> None:
+        """Say that a checkpoint holds no training state where a method of the user's passed it over; stock code says nothing."""
+        wants = self.hf_parallel_session is not None and not self.args.save_only_model
+        if wants and not self._hf_parallel_state_saved and self._hf_parallel_mesh.rank == 0:
+            logger.warning(
+                "hf_parallel: %s has weights, but no state of the optimizer, the scheduler and random numbers: a method of %s that saves did "
+                "not call super()._save_optimizer_and_scheduler this time. No run can resume from it; call it, or set "
+                "save_only_model to True.",
+                folder,
+                type(self).__name__,
+            )
 
     def _discard(self, staging: Path) -> None:
         """Leave the run's folder to others, without what was not published; only if it was this process's."""
@@ -301,6 +319,7 @@ class CheckpointMixin(RestartMixin):
             stock(output_dir)
             return
         folder, holdings, engine = Path(output_dir), self._holdings(), self._engine
+        self._hf_parallel_state_saved = True
         step = engine.seeds.step if isinstance(engine, PipelineEngine) else None
         with self._waiting("waits for the other ranks to collect the training state"):
             taken = snapshot(folder, holdings, self._bare_optimizer(), step)
