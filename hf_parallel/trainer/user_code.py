@@ -56,6 +56,8 @@ class UserCode:
         known = known_parts(model, **options)
         self._known, self._makes_optimizer = known, overrides(trainer, "create_optimizer")
         in_parts = any(map(is_part, model.parameters()))
+        if known is not None:
+            engine.attachment.gradients.states.is_known = lambda tensor: known.of(tensor) is not None
         if stages is None and known is None and not in_parts:
             return
 

@@ -61,6 +61,107 @@ class Assigned(Restarts):
         kept["exp_avg"] = torch.randn(kept["exp_avg"].shape)
 
 
+class AssignedLike(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"] = torch.randn_like(kept["exp_avg"])
+
+
+class AssignedMask(Restarts):
+    """Out of place: the product has the class of the state."""
+
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"] = kept["exp_avg"] * (torch.rand(kept["exp_avg"].shape) > 0.5)
+
+
+class AddedThenWhere(Restarts):
+    """Through several functions, and back in place."""
+
+    def change(self, kept: Any, parameter: Any) -> None:
+        moment = kept["exp_avg"]
+        noise = torch.rand(moment.shape)
+        moment.copy_(torch.where(noise > 0.5, moment, torch.zeros_like(moment)) * 2)
+
+
+class IntoOut(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        moment = kept["exp_avg"]
+        torch.mul(moment, torch.rand(moment.shape), out=moment)
+
+
+class IntoData(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"].data = torch.randn(kept["exp_avg"].shape)
+
+
+class Replaced(Restarts):
+    """The whole state of a parameter."""
+
+    def restart(self, model: Any, optimizer: Any) -> None:
+        for parameter in model.parameters():
+            kept = optimizer.state.get(parameter)
+            if kept:
+                new = {name: torch.randn(one.shape) if name == "exp_avg" else one for name, one in kept.items()}
+                optimizer.state[parameter] = new
+
+
+class Updated(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept.update(exp_avg=torch.randn(kept["exp_avg"].shape))
+
+
+class AssignedLikeWeights(Restarts):
+    """Numbers drawn like the parameter, of which each rank has its part."""
+
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"] = torch.randn_like(parameter) * 0.01
+
+
+class MaskLikeWeights(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"] = kept["exp_avg"] * (torch.rand_like(parameter) > 0.5)
+
+
+class AssignedWeights(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"] = parameter.detach().clone() * 0.01
+
+
+class AssignedMaskOfWeights(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"] = kept["exp_avg"] * (parameter.abs() > 0.01)
+
+
+class AssignedZeros(Restarts):
+    """As restarts of ReLoRA have it."""
+
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"] = torch.zeros_like(parameter)
+        kept["exp_avg_sq"] = torch.full(kept["exp_avg_sq"].shape, 0.5)
+
+
+class ReplacedByItself(Restarts):
+    """The whole state, by what is made of it."""
+
+    def restart(self, model: Any, optimizer: Any) -> None:
+        for parameter in model.parameters():
+            kept = optimizer.state.get(parameter)
+            if kept:
+                new = {name: one * 0.5 if name == "exp_avg" else one for name, one in kept.items()}
+                optimizer.state[parameter] = new
+
+
+class DataOfItself(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"].data = kept["exp_avg"] * 0.5
+        torch.mul(kept["exp_avg_sq"], 0.5, out=kept["exp_avg_sq"])
+
+
+class AssignedItself(Restarts):
+    def change(self, kept: Any, parameter: Any) -> None:
+        kept["exp_avg"] = kept["exp_avg"] * 0.5
+        kept["exp_avg_sq"] = torch.where(kept["exp_avg"] > 0, kept["exp_avg_sq"], 0.1)
+
+
 class AllAtOnce(Restarts):
     """By a limit over all of them."""
 
@@ -101,15 +202,20 @@ def adapted() -> Any:
     return tiny.lora(tiny.llama(layers=2), target_modules=["q_proj", "o_proj", "down_proj"])
 
 
-CALLBACKS: dict[str, type[Restarts]] = {
-    kind.__name__: kind for kind in (AtRandom, LikeIt, Assigned, AllAtOnce, ByItself, ByWeights, DrawsAdapters)
-}
+CALLBACKS: dict[str, type[Restarts]] = {kind.__name__: kind for kind in Restarts.__subclasses__()}
 OF_PART = "of an optimizer's state by random numbers, or by a tensor of its shape that was not made of it"
+DRAWN = ("AssignedLike", "AssignedMask", "AddedThenWhere", "IntoOut", "IntoData", "Updated")
 IN_A_ROW = "random numbers that a callback draws one after another"
 REFUSED: dict[tuple[str, str], str] = {
     **{(kind, layout): OF_PART for kind in ("AtRandom", "LikeIt") for layout in ("tp2", "zero1", "zero2")},
-    **{("Assigned", layout): OF_PART for layout in ("zero1", "zero2")},
-    **{(kind, "pp2"): IN_A_ROW for kind in ("AtRandom", "LikeIt", "Assigned")},
+    **{(kind, layout): OF_PART for kind in ("Assigned", *DRAWN) for layout in ("tp2", "zero1", "zero2")},
+    ("Replaced", "tp2"): OF_PART,
+    **{
+        (kind, layout): "its state is replaced"
+        for kind in ("Replaced", "ReplacedByItself")
+        for layout in ("zero1", "zero2")
+    },
+    **{(kind, "pp2"): IN_A_ROW for kind in ("AtRandom", "LikeIt", "Assigned", "Replaced", *DRAWN)},
     (
         "DrawsAdapters",
         "pp2",
@@ -118,7 +224,17 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("AllAtOnce", layout): r"kthvalue\(\) of an optimizer's state" for layout in ("tp2", "zero1", "zero2")},
     ("DrawsAdapters", "zero3"): "parameter.data = new",
 }
+# What is made of the state or of the parameter: alike on parts.
+MADE = ("AssignedWeights", "AssignedZeros", "AssignedItself", "DataOfItself")
 RIGHT = [
+    *((kind, layout) for kind in MADE for layout in ("tp2", "zero1", "zero2", "pp2")),
+    *(
+        (kind, layout)
+        for kind in ("MaskLikeWeights", "AssignedMaskOfWeights", "ReplacedByItself")
+        for layout in ("tp2",)
+    ),
+    *(("AssignedLikeWeights", layout) for layout in ("tp2", "zero1", "zero2")),
+    *((kind, "zero3") for kind in ("AssignedLike", "AssignedMask", "AssignedItself")),
     *(("ByItself", layout) for layout in LAYOUTS),
     *((kind, layout) for kind in ("ByWeights",) for layout in ("pp2", "tp2", "zero3")),
     *((kind, "zero3") for kind in ("AtRandom", "LikeIt")),

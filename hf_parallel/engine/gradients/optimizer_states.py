@@ -6,11 +6,11 @@ instead, and what it writes there is brought to the parts before they are used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.guards.optimizers.parts import ShownOptimizer
@@ -25,11 +25,15 @@ class OptimizerStates:
         ledger: The model's ledger.
         parameters: Ledger name -> this rank's parameter (a shard where the entry has a spec).
         replicas: Has the partition of the optimizer, if there is one.
+
+    Attributes:
+        is_known: Whether a tensor was made of this rank's part of a parameter; set where user code is followed.
     """
 
     def __init__(self, ledger: Ledger, parameters: Mapping[str, nn.Parameter], replicas: Replicas) -> None:
         self._ledger, self._parameters, self._replicas = ledger, parameters, replicas
         self._shown_parts: ShownOptimizer | None = None
+        self.is_known: Callable[[Tensor], bool] = lambda tensor: False
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse, from now on, reads of a parameter's state where the optimizer has flat parts."""
@@ -53,7 +57,9 @@ class OptimizerStates:
         if parts is not None:
             return parts.states()
         shards = {id(p) for name, p in self._parameters.items() if self._ledger.entries[name].spec is not None}
-        return shown_states(optimizer.state, lambda p: id(p) in shards) if shards else optimizer.state
+        if not shards:
+            return optimizer.state
+        return shown_states(optimizer.state, lambda p: id(p) in shards, lambda tensor: self.is_known(tensor))
 
     def settle(self) -> None:
         """Take over what user code wrote to the states of a partitioned optimizer; before a step, and before they are saved.

@@ -270,7 +270,7 @@ class _State(MutableMapping[Any, Any]):
         NUMBERS.note_change(str(key), ())
         mine, given = self._real[key][place.piece], value.as_subclass(Tensor)
         if mine.shape != place.parameter.shape:
-            refuse_of_its_shape("=", [mine], [value])
+            refuse_of_its_shape(f"{key} = ...", [mine], [value])
         if given.shape == place.parameter.shape != mine.shape:
             part = place.shard.part_of(place.position, given)
             given = mine if part is None else part[1]

@@ -62,18 +62,37 @@ class StateOfPart(Tensor):
             )
         if draws(func):
             refuse_others(name)
-        if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-            given = (*args[1:], *(kwargs or {}).values())
-            refuse_of_its_shape(name, pytree.tree_leaves(args[0]), pytree.tree_leaves(given))
-            plain = (one.as_subclass(Tensor) if isinstance(one, cls) else one for one in given)
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]  # this object is a view of the state
+            return args[0].copy_(args[1])
+        written = _written(name, args, kwargs or {})
+        given = [one for one in (*args, *(kwargs or {}).values()) if one is not written]
+        if written is not None:
+            refuse_of_its_shape(name, pytree.tree_leaves(written), pytree.tree_leaves(given))
+            plain = (one.as_subclass(Tensor) if isinstance(one, StateOfPart) else one for one in given)
             NUMBERS.note_change(name, plain)  # of this rank's part
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        leaves = pytree.tree_leaves(given)
+        others = [one for one in leaves if isinstance(one, Tensor) and not isinstance(one, StateOfPart)]
+        if others and written is None and are_others((one for one in leaves if isinstance(one, StateOfPart)), others):
+            return pytree.tree_map_only(StateOfPart, lambda one: one.as_subclass(MixedState), made)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.as_subclass(Tensor).detach().clone())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class MixedState(StateOfPart):
+    """What was made of the state of a part and of other numbers of its shape; it may be read, and not be put into a state."""
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Argument that a function changes in place, None of a function that makes a new tensor."""
+    if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        return args[0]
+    return kwargs.get("out")
 
 
 def refuse_of_its_shape(name: str, states: Iterable[Any], given: Iterable[Any]) -> None:
@@ -84,11 +103,19 @@ def refuse_of_its_shape(name: str, states: Iterable[Any], given: Iterable[Any]) 
     Raises:
         UnsupportedError: Such a tensor is among those that are given.
     """
+    if are_others(states, given):
+        refuse_others(name)
+
+
+def are_others(states: Iterable[Any], given: Iterable[Any]) -> bool:
+    """Whether there is a tensor in the shape of states that is made of something else, and whose elements are not all alike."""
     shapes = {one.shape for one in states if isinstance(one, Tensor) and one.ndim > 0}
     for one in given:
-        is_other = isinstance(one, Tensor) and not isinstance(one, StateOfPart) and one.shape in shapes
-        if is_other and one.numel() > 1 and bool((one != one.flatten()[0]).any()):
-            refuse_others(name)
+        if isinstance(one, Tensor) and type(one) is not StateOfPart and one.shape in shapes and one.numel() > 1:
+            plain = one.as_subclass(Tensor) if isinstance(one, StateOfPart) else one
+            if bool((plain != plain.flatten()[0]).any()):
+                return True
+    return False
 
 
 def refuse_others(name: str) -> NoReturn:
@@ -98,23 +125,34 @@ def refuse_others(name: str) -> NoReturn:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
-        f"{name}() of an optimizer's state by random numbers, or by a tensor of its shape that was not made of it, with tp_size or "
+        f"{name if name.endswith('...') else f'{name}()'} of an optimizer's state by random numbers, or by a tensor of its shape that was not made of it, with tp_size or "
         "zero.stage above 0: this rank has a part of it, and in one process the part would be given other numbers. Change its elements "
         "alike (to zero, times a factor) or by what is made of them (state > 0), or set tp_size to 1 and zero.stage to 0."
     )
 
 
 class Shown(MutableMapping[Any, Any]):
-    """A dict whose values user code sees in another form; what it changes is changed there."""
+    """A dict whose values user code sees in another form; what it changes is changed there.
 
-    def __init__(self, real: MutableMapping[Any, Any], form: Callable[[Any, Any], Any]) -> None:
-        self.real, self.form = real, form
+    Args:
+        real: The dict.
+        form: Makes what is shown of a key and its value.
+        taken: Makes what is kept of a key, the value before and a new one.
+    """
+
+    def __init__(
+        self,
+        real: MutableMapping[Any, Any],
+        form: Callable[[Any, Any], Any],
+        taken: Callable[[Any, Any, Any], Any] = lambda key, before, value: value,
+    ) -> None:
+        self.real, self.form, self.taken = real, form, taken
 
     def __getitem__(self, key: Any) -> Any:
         return self.form(key, self.real[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.real[key] = value.as_subclass(Tensor) if type(value) is StateOfPart else value
+        self.real[key] = self.taken(key, self.real.get(key), value)
 
     def __delitem__(self, key: Any) -> None:
         del self.real[key]
@@ -144,12 +182,15 @@ class Shown(MutableMapping[Any, Any]):
         return repr(dict(self.real))
 
 
-def shown_states(states: MutableMapping[Any, Any], is_part: Callable[[Any], bool]) -> MutableMapping[Any, Any]:
+def shown_states(
+    states: MutableMapping[Any, Any], is_part: Callable[[Any], bool], is_known: Callable[[Tensor], bool]
+) -> MutableMapping[Any, Any]:
     """The states of an optimizer as user code sees them.
 
     Args:
         states: By parameter.
         is_part: Whether this rank has a part of a parameter only.
+        is_known: Whether a tensor was made of this rank's part of a parameter element by element.
     """
 
     def of_key(key: Any, value: Any) -> Any:
@@ -157,9 +198,22 @@ def shown_states(states: MutableMapping[Any, Any], is_part: Callable[[Any], bool
         return value.as_subclass(StateOfPart) if wrapped else value
 
     def of_parameter(parameter: Any, state: Any) -> Any:
-        return Shown(state, of_key) if isinstance(state, dict) and is_part(parameter) else state
+        return Shown(state, of_key, take) if isinstance(state, dict) and is_part(parameter) else state
 
-    return Shown(states, of_parameter)
+    def taken(parameter: Any, before: Any, state: Any) -> Any:
+        return take(parameter, before, state) if is_part(parameter) else state
+
+    def take(key: Any, before: Any, value: Any) -> Any:
+        if isinstance(value, Shown):
+            value = value.real
+        if isinstance(value, dict):
+            old = before if isinstance(before, dict) else {}
+            return {name: take(name, old.get(name), one) for name, one in value.items()}
+        if isinstance(value, Tensor) and isinstance(before, Tensor) and not is_known(value):
+            refuse_of_its_shape(f"{key} = ...", [before], [value])
+        return value.as_subclass(Tensor) if isinstance(value, StateOfPart) else value
+
+    return Shown(states, of_parameter, taken)
 
 
 class PartStates(defaultdict[Any, Any]):

@@ -164,7 +164,8 @@ class OnParts(TorchFunctionMode):
             return self._reduced(func(*args, **kwargs), dims, found[0])
         if name not in READS and not draws(func):
             with contextlib.suppress(RuntimeError, ValueError, IndexError):  # of a part next to something whole
-                out = func(*pytree.tree_map(self._spread, args), **pytree.tree_map(self._spread, kwargs))
+                here = pytree.tree_map(functools.partial(self._beside, self._foreign(leaves, found)), (args, kwargs))
+                out = func(*here[0], **here[1])
                 if not _tensors(out) or (is_elementwise(func) and self._is_alike(out, leaves, found[0])):
                     return out
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
@@ -209,6 +210,15 @@ class OnParts(TorchFunctionMode):
             # What refuses tensors that it does not know (a part of an optimizer's state) knows those of its own class.
             return func(*pytree.tree_map(functools.partial(self._like, target), args), **kwargs)
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
+
+    def _foreign(self, leaves: list[Tensor], found: list[tuple[Tensor, Owned]]) -> Tensor | None:
+        """A tensor of another class, in the shape of a part, that a part is read next to (a part of an optimizer's state)."""
+        shapes = {own_shape(part) for part, _ in found}
+        others = (leaf for leaf in leaves if type(leaf) not in PLAIN and self._known.of(leaf) is None)
+        return next((leaf for leaf in others if own_shape(leaf) in shapes), None)
+
+    def _beside(self, foreign: Tensor | None, value: Any) -> Any:
+        return self._spread(value) if foreign is None else self._like(foreign, value)
 
     def _like(self, target: Tensor, value: Any) -> Any:
         """A part that a tensor of another class is changed by, as of that class; one that dispatches by itself is no view of it."""
