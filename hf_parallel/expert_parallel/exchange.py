@@ -11,13 +11,14 @@ Every rank of the group exchanges in every forward and every backward pass, also
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hf_parallel.errors import RankMismatchError
 from hf_parallel.tensor_parallel.layout import split_units
 from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup, communicate
@@ -25,6 +26,7 @@ from hf_parallel.tensor_parallel.shard_plan import Routing
 
 
 Group: TypeAlias = TPGroup
+_HALF: Final = 32  # bits of a count
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,23 @@ class Journey:
     arriving: list[int]
 
     @classmethod
-    def agree(cls, group: Group, sent: Tensor) -> Journey:
+    def agree(cls, group: Group, sent: Tensor, hooks: int = 0) -> Journey:
         """Tell each rank how many rows it gets; collective, and the one place of a layer where the host waits for the device.
 
         Args:
             group: The ranks.
             sent: Rows to each rank i[P].
+            hooks: Gradients of this layer's experts that hooks wait for, of all ranks; they travel in the upper half of the counts.
+
+        Raises:
+            RankMismatchError: On every rank; another rank has hooks on other experts' gradients, or none.
         """
         even = [1] * group.size()
-        arriving = _all_to_all(group, sent, even, even)
-        there, back = torch.stack([sent, arriving]).tolist()
-        return cls(group, there, back)
+        arriving = _all_to_all(group, sent + (hooks << _HALF), even, even)
+        there, told = torch.stack([sent, arriving]).tolist()
+        if any(count >> _HALF != hooks for count in told):
+            _refuse_hooks(group.size())
+        return cls(group, there, [count & ((1 << _HALF) - 1) for count in told])
 
     def there(self, rows: Tensor) -> Tensor:
         """`rows` f[sum(sent) ...], sorted by their rank, sent; f[sum(arriving) ...] in the order of their senders. Collective."""
@@ -61,6 +69,14 @@ class Journey:
     def back(self, rows: Tensor) -> Tensor:
         """The inverse of `there`; collective."""
         return _all_to_all(self.group, rows, self.arriving, self.sent)
+
+
+def _refuse_hooks(size: int) -> NoReturn:
+    raise RankMismatchError(
+        f"parameters of experts have gradient hooks (register_hook) on some of the {size} ranks that share the experts only (ep_size={size}): "
+        "each has the gradients of its own, and all must run the hook to give it the whole. Code of a callback, a library or a loop "
+        "registers hooks on some ranks only (wandb.watch on the main process). Do it on every rank, or leave it out (WANDB_WATCH=false)."
+    )
 
 
 def _all_to_all(group: Group, rows: Tensor, sent: list[int], arriving: list[int]) -> Tensor:
@@ -138,6 +154,7 @@ class _DispatchState:
     rule: Routing
     starts: Tensor  # number of the first expert of each rank, i[P]
     group: Group
+    hooks: int = 0  # gradients of its experts that hooks wait for
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DispatchState:
         """A copy of a model exchanges over the same group."""
@@ -157,6 +174,23 @@ def install_dispatch(module: nn.Module, rule: Routing, group: Group) -> None:
     put_over(module, "ep_dispatch", _DispatchState(rule, starts, group), _dispatched)
 
 
+class ExpertHooks:
+    """Tells the exchanges of a model how many hooks wait for gradients of their experts; in place of a message of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        dispatched = {path: vars(module).get("ep_dispatch") for path, module in model.named_modules()}
+        self._states = {path: state for path, state in dispatched.items() if state is not None}
+        self._known: list[str] = []
+
+    def tell(self, hooked: list[str]) -> None:
+        """Note the names of the parameters whose gradients hooks wait for, before a forward pass."""
+        if hooked == self._known:
+            return
+        self._known = list(hooked)
+        for path, state in self._states.items():
+            state.hooks = sum(name.startswith(f"{path}.") for name in hooked)
+
+
 def _dispatched(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The weighted sum of its experts for each token, of the shape of the hidden states; collective over the group."""
     state: _DispatchState = self.ep_dispatch
@@ -172,7 +206,7 @@ def _dispatched(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     sent = torch.zeros_like(starts).scatter_add_(
         0, target, torch.ones_like(target)
     )  # a count would wait for the device
-    journey = Journey.agree(state.group, sent)
+    journey = Journey.agree(state.group, sent, state.hooks)
     rows, factors, ids = _There.apply(  # type: ignore[no-untyped-call]
         flat[order // index.shape[-1]],
         weights.reshape(-1, 1)[order],

@@ -28,6 +28,7 @@ from hf_parallel.engine.run.expected import Expected
 from hf_parallel.engine.run.methods import install_methods
 from hf_parallel.engine.run.pipeline_inputs import refuse_attentions
 from hf_parallel.errors import RankMismatchError, UnsupportedError
+from hf_parallel.expert_parallel.exchange import ExpertHooks
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.batches import SharedBatch
 from hf_parallel.guards.calls.branches import refuse_hooks
@@ -276,6 +277,7 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._backwards = Backwards(attachment.mesh, attachment.device, attachment.gradients.settings)
+        self._expert_hooks = ExpertHooks(self.model)
         self._pass = 0  # batches of this step that were backpropagated
         self._begun = self.recorder.mark()  # when the backward pass of the last one did
         attachment.gradients.replicas.before_reading.append(self._backwards.settle)
@@ -293,6 +295,7 @@ class DirectEngine(Engine):
             self.attachment.batch_check.check([batch])
             looks = self.ends_step or not self.gradients.in_window
             self.gradients.look_at_hooks()
+            self._expert_hooks.tell(self.gradients.settings.hooked)
             self._shared_batch.begin(batch, trains=True, looks=looks)
             self.gradients.begin_forward()
             self.gradients.arm(1.0, last=self.ends_step)

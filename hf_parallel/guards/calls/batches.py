@@ -229,8 +229,8 @@ class SharedBatch:
 
     def _weights(self) -> Sequence[Tensor | int]:
         """Digests of the optimizers' settings and of the common weights: weights differ where settings did."""
-        if not self._looked:
-            return [0, *(0 for _ in self._common.names)]
+        if not self._looked:  # hooks on gradients wait for those of the other ranks in this very pass
+            return [self._settings.word() if self._settings.hooked else 0, *(0 for _ in self._common.names)]
         return [self._settings.word(), *self._common.digests()]
 
     def _compare(self, numbers: Sequence[Tensor | int], shapes: list[Any]) -> None:
