@@ -44,8 +44,9 @@ def install_methods(
 
 def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:
     """`model.zero_grad()`: with ZeRO the gradients that count are those of the optimizer's parts."""
-    own(set_to_none)
-    replicas.zero_grad()
+    own(set_to_none)  # which changes what stands for them to zeros, if it is not to drop them
+    if set_to_none:
+        replicas.zero_grad()
 
 
 def _whole_only(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:

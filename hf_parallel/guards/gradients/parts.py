@@ -13,6 +13,7 @@ from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.shards import Shards
+from hf_parallel.guards.gradients.stands import refuse_kept
 
 
 CountRule: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]
@@ -148,7 +149,14 @@ class FlatGradient(_Part):
         super().part_from()
         self._partings += 1
 
+    def outdate(self, *, kept: bool = False) -> None:
+        """Note that the gradient was cleared: stand-ins that code has kept are of another one, unless they are `kept`."""
+        self.gathered = self.opened = None
+        self._partings += not kept
+
     def tensor(self) -> Tensor:
+        if self.gathered is None and self.shard.master.grad is None:
+            refuse_kept(self.name)
         if self.gathered is None:
             self._owner.gather(self.shard)
         if self.gathered is None:

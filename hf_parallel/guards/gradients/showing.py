@@ -304,17 +304,27 @@ class ShownGradients(NormsOfShown):
         for flat in self._flat.values():
             gradient = flat.parameter.grad
             shown = isinstance(gradient, SharedGradient) and gradient.part is flat
+            if shown:  # also by what was gathered of it
+                flat.outdate(kept=not set_to_none)
             if shown and flat.shard.master.grad is None:
                 flat.parameter.grad = None
             elif not shown and gradient is not None:  # of the batches of this step, which are not reduced yet
                 flat.parameter.grad = None if set_to_none else gradient.zero_()
+        if not set_to_none:
+            self.note_parts()  # they are zeros, which is right
 
     def _give_room(self) -> None:
-        """Make gradients of the optimizer's parts for those that user code assigned after it had cleared them."""
+        """Make gradients of the optimizer's parts for those that user code assigned after it had cleared them.
+
+        Raises:
+            UnsupportedError: It assigned a stand-in from before, whose values are gone.
+        """
         for flat in self._flat.values():
             gradient, master = flat.parameter.grad, flat.shard.master
-            assigned = gradient is not None and type(gradient) is not SharedGradient
-            if assigned and master.grad is None and flat.gathered is None:
+            if type(gradient) is SharedGradient:
+                gradient.here()
+            assigned = gradient is not None and (type(gradient) is not SharedGradient or gradient.changed is not None)
+            if assigned and master.grad is None and gradient is not flat.gathered:
                 master.grad = torch.zeros_like(master)
 
     def _may_arrive(self, flat: FlatGradient, before_backward: bool) -> bool:
@@ -342,6 +352,7 @@ class ShownGradients(NormsOfShown):
         shard, piece = flat.shard, flat.shard.inside(flat.position)
         if gradient is None or (type(gradient) is not SharedGradient and self._may_arrive(flat, before_backward)):
             self._cleared.add(flat.name)
+            flat.outdate()
             if piece is not None and shard.master.grad is not None and piece not in shard.absent:
                 shard.master.grad[piece] = 0.0
                 shard.absent.append(piece)

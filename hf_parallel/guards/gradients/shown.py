@@ -24,7 +24,7 @@ from hf_parallel.compat.private_torch import (
 from hf_parallel.compat.torch_tools import is_elementwise, mixes_elements, own_shape, pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
 from hf_parallel.guards.gradients.shown_ops import COPIES, IN_PLACE, LINEAR, NAMES_OF_NORMS, NORMS, SAME, VIEWS, aten
-from hf_parallel.guards.gradients.stands import Part, Stand, Sums
+from hf_parallel.guards.gradients.stands import Part, Stand, Sums, refuse_kept
 
 
 class SharedGradient(Stand):
@@ -52,10 +52,7 @@ class SharedGradient(Stand):
             UnsupportedError: Other values have taken its place there.
         """
         if self.changed is None and self.memory != self.part.memory:
-            raise UnsupportedError(
-                f"a gradient of {self.part.name} that code has kept from before (g = p.grad, or p.grad.detach() without a copy) is used "
-                "with zero.stage above 0, where the optimizer's part has other values by now. Keep p.grad.clone()."
-            )
+            refuse_kept(self.part.name)
         return self.part
 
     def read(self) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_parallel.compat.private_torch import not_overridden
+from hf_parallel.errors import UnsupportedError
 
 
 class Part(Protocol):
@@ -128,3 +129,15 @@ class Stand(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def refuse_kept(name: str) -> NoReturn:
+    """Refuse a stand-in for a gradient whose values are gone.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"a gradient of {name} that code has kept from before (g = p.grad, or p.grad.detach() without a copy) is used "
+        "with zero.stage above 0, where the optimizer's part has other values by now. Keep p.grad.clone()."
+    )
