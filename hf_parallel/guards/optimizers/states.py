@@ -85,7 +85,7 @@ class StateOfPart(Tensor):
 
 
 class MixedState(StateOfPart):
-    """What was made of the state of a part and of other numbers of its shape; it may be read, and not be put into a state."""
+    """Numbers made of the state of a part and of others of its shape; they may be read, and not be put into a state."""
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
