@@ -46,6 +46,8 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
             "key-value cache (model.generate() works without). Save the model with trainer.save_model() and load it in one "
             "process for that, or use pp_size 1."
         )
+    if torch.is_grad_enabled():
+        _refuse_other_length(batch, pp_size)
     if batch.get("use_cache") is not None:
         caches = bool(batch["use_cache"])
     if caches and batch.get("position_ids") is not None and batch.get("attention_mask") is None:
@@ -54,6 +56,19 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
             "positions that begin anew as packed sequences, which do not see each other, but only without a key-value cache. "
             "Stages keep no cache, so they would train other attention than one process. Pass use_cache=False to the model for "
             "sequences that stay apart, or an attention_mask of ones for sequences that see each other."
+        )
+
+
+def _refuse_other_length(batch: Mapping[str, Any], pp_size: int) -> None:
+    """Refuse a mask of other tokens than a call has: stages are planned with masks of these, and one fails where others wait."""
+    mask, tokens = batch.get("attention_mask"), batch.get("input_ids")
+    if not (isinstance(mask, torch.Tensor) and isinstance(tokens, torch.Tensor) and mask.ndim == tokens.ndim == 2):
+        return
+    if mask.shape[1] != tokens.shape[1]:
+        raise UnsupportedError(
+            f"attention_mask of {mask.shape[1]} tokens for input_ids of {tokens.shape[1]} in a training forward with pp_size={pp_size}: "
+            "stages keep no cache of keys and values, so the mask is that of the tokens of the call. Cut or pad it to their "
+            "length, or set pp_size to 1."
         )
 
 
