@@ -49,10 +49,10 @@ def loss_of(output: Any) -> Tensor:
         loss = output[0]
     if not isinstance(loss, Tensor) or loss.ndim:
         raise PlanError(
-            f"pp_size above 1 with a forward that returns {kind_of_output(output)} for a batch with labels: the last stage starts the "
-            "backward pass from the model's own loss, a scalar, which is neither named loss nor first in a tuple (models with a value "
-            "head return none). Return it from the forward, give the sample labels, or set pp_size to 1: tp_size and zero.stage "
-            "train such a model."
+            f"pp_size above 1 with a forward that returns {kind_of_output(output)}: the last stage starts the backward pass from the "
+            "model's own loss, a scalar, which is neither named loss nor first in a tuple (models with a value head return none). "
+            "The samples of the self-check need 'labels', for which the forward returns it; or set pp_size to 1: tp_size and "
+            "zero.stage train such a model."
         )
     return loss
 
