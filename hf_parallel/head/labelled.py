@@ -62,7 +62,8 @@ class LabelledOutput(ModelOutput):
 
     def __iter__(self) -> Iterator[str]:
         held, order = self.held(), vars(self).get("_order", ())
-        yield from (name for name in order if name in held or name == "logits")
+        offered = {*held, "logits"} if "_before" in vars(self) else held  # fully_shard flattens what the model returns
+        yield from (name for name in order if name in offered)
         yield from (name for name in held if name not in order)
 
     def __len__(self) -> int:
