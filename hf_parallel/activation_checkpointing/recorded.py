@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,17 +15,29 @@ from hf_parallel.model.stack import blocks_of
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 
 
+@dataclass(frozen=True)
+class EachBlock:
+    """Checkpoints of each block of a stack; equal ones are recorded once.
+
+    Args:
+        products: See `recompute_blocks`.
+    """
+
+    products: int | None
+
+    def __call__(self, model: nn.Module, stack: str) -> None:
+        """Let each block run again in the backward."""
+        groups = [range(index, index + 1) for index in range(len(blocks_of(model, stack)))]
+        recompute_blocks(model, stack, groups, products=self.products)
+
+
 def checkpoint_of(how: ActivationCheckpointingConfig) -> Callable[[Any, str], object] | None:
     """Checkpoints each block of a stack by itself; None if the settings make no such blocks, or not all of them."""
     alone = how.mode == "selective" or (how.mode == "block" and how.every == 1)
     if how.every is None or how.offload or not alone:
         return None
 
-    def apply(model: nn.Module, stack: str) -> None:
-        groups = [range(index, index + 1) for index in range(len(blocks_of(model, stack)))]
-        recompute_blocks(model, stack, groups, products=how.products)
-
-    return apply
+    return EachBlock(how.products)
 
 
 def variant_of(layout: Layout, *, adapted: bool = False) -> Variant:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, cast
 
@@ -51,6 +52,10 @@ class Size(NamedTuple):
 
 Run = dict[str, list[Size]]
 
+MOST_FOUND: Final = 64
+# What is recorded follows from these alone, and takes seconds: files and layouts of one model have it in common.
+_FOUND: Final[dict[tuple[Any, ...], Recorded | None]] = {}
+
 
 def record_step(config: Any, precision: Precision, variant: Variant = PLAIN) -> Recorded | None:
     """The changes of memory in forward and backward of one row; None if the model cannot be run on fake tensors.
@@ -60,6 +65,29 @@ def record_step(config: Any, precision: Precision, variant: Variant = PLAIN) -> 
         precision: See `Layout`.
         variant: The way in which the step runs.
     """
+    key = _key(config, precision, variant)
+    if key is None:
+        return _record(config, precision, variant)
+    if key not in _FOUND:
+        while len(_FOUND) >= MOST_FOUND:
+            _FOUND.pop(next(iter(_FOUND)))
+        _FOUND[key] = _record(config, precision, variant)
+    return _FOUND[key]
+
+
+def _key(config: Any, precision: Precision, variant: Variant) -> tuple[Any, ...] | None:
+    """The input of a recording without the depth of the model; None for a config that has no bytes, such as one of a local class."""
+    few = with_layers(config, BLOCKS)
+    if type(config).__module__.startswith("transformers."):  # where others come from may say which code they run
+        few.name_or_path = ""
+    try:
+        return type(config), pickle.dumps(few), precision, variant
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+
+
+def _record(config: Any, precision: Precision, variant: Variant) -> Recorded | None:
+    config = with_layers(config, BLOCKS)
     found = _recorded(config, precision, variant, LENGTHS)
     if found is None or not _fills_rows(found):
         return found
@@ -105,7 +133,7 @@ def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
     """The model, of few blocks and without values, as it computes."""
     dtype = torch.bfloat16 if precision == "half" else torch.float32
     given = {} if variant.attention is None else {"attn_implementation": variant.attention}
-    model: nn.Module = build_on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
+    model: nn.Module = build_on_meta(config, dtype=dtype, **given).train()
     if variant.adapted:
         adapt(model)
     if variant.gathers and precision == "autocast":

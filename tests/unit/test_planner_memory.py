@@ -12,10 +12,12 @@ import torch
 import yaml
 from transformers import AutoConfig, LlamaConfig
 
+from hf_parallel.activation_checkpointing.recorded import checkpoint_of
 from hf_parallel.dry_run.rank.recipe import dry_run_recipe
 from hf_parallel.memory import record
-from hf_parallel.memory.block import trace_block
+from hf_parallel.memory.block import LENGTHS, trace_block
 from hf_parallel.memory.unread import build_on_meta
+from hf_parallel.memory.variant import PLAIN, Variant
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
@@ -25,6 +27,7 @@ from hf_parallel.planner.predict import predict, step_of
 from hf_parallel.planner.profile import profile_of
 from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.sections import ActivationCheckpointingConfig
 
 
 WIDE: Final = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 8192}
@@ -171,6 +174,29 @@ def test_a_config_is_recorded_once_for_each_precision(monkeypatch: pytest.Monkey
         ("half", None, True),
         ("half", "eager", False),
     ]
+
+
+def test_models_that_differ_in_depth_alone_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each recording takes a second; every file of settings and every layout of a model asks for one."""
+    lengths: list[int] = []
+    stock = record._run
+    monkeypatch.setattr(record, "_run", lambda *given: lengths.append(given[1]) or stock(*given))
+    found = []
+    again = Variant(checkpoint=checkpoint_of(ActivationCheckpointingConfig(every=1)))
+    for changed, variant in (
+        ({}, PLAIN),
+        ({"num_hidden_layers": 9}, PLAIN),
+        ({"intermediate_size": 160}, PLAIN),
+        ({}, again),
+        ({"num_hidden_layers": 9}, Variant(checkpoint=checkpoint_of(ActivationCheckpointingConfig(every=1)))),
+    ):
+        found.append(
+            record.record_step(LlamaConfig(**TYPES["llama"] | {"vocab_size": 780} | changed), "half", variant)
+        )
+    assert len(lengths) == 3 * len(LENGTHS)
+    assert found[0] is found[1]
+    assert found[3] is found[4]
+    assert len({id(one) for one in found}) == 3
 
 
 def test_a_model_that_cannot_be_recorded_is_not_tried_again_with_recomputation(
