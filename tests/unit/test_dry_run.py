@@ -23,7 +23,7 @@ from hf_parallel.tensor_parallel.plan.widened import widened
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 688,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 1000,
@@ -64,7 +64,7 @@ def test_a_rank_holds_the_bytes_of_the_formulas(section: str, tmp_path: Path) ->
     """fp32: 4 bytes of weights and 8 of Adam's state for each parameter, shared out as the layout says."""
     found = dry_run_recipe(recipe(tmp_path, section), LlamaConfig(**SIZES), rows=2, length=128)
     kinds = found.peak.by_kind
-    parameters = 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 2 * 1000 * 256 + 256
+    parameters = 2 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 2 * 1000 * 256 + 256
     share = 0.5 if "stage: 1" in section or "stage: 3" in section else 1.0
     assert kinds["optimizer state"] == pytest.approx(8 * found.parameters * share, rel=0.05)
     if section == "{}":
@@ -117,12 +117,12 @@ def test_blocks_that_run_again_keep_parts_of_a_shared_sequence_alone(tmp_path: P
     """What a block gathers lived as long as its graph, which a checkpoint keeps."""
     section = "{tp_size: 2, tensor_parallel: {sequence_parallel: true}, activation_checkpointing: {every: 1}}"
     rows, length, peaks = 4, 512, []
-    for blocks in (4, 8):
+    for blocks in (2, 4):
         config = LlamaConfig(**SIZES | {"num_hidden_layers": blocks})
         found = dry_run_recipe(recipe(tmp_path, section), config, rows=rows, length=length)
         peaks.append(found.peak_bytes - 16 * found.parameters)
     part = 4 * rows * length * SIZES["hidden_size"] / 2
-    assert (peaks[1] - peaks[0]) / 4 <= 1.1 * part
+    assert (peaks[1] - peaks[0]) / 2 <= 1.1 * part
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_blocks_that_run_again_keep_parts_of_a_shared_sequence_alone(tmp_path: P
     ],
 )
 def test_odd_steps_run_dry(section: str, kind: Any, sizes: dict[str, Any], tmp_path: Path) -> None:
-    config = kind(**SIZES | {"num_hidden_layers": 2} | sizes)
+    config = kind(**SIZES | sizes)
     path = recipe(tmp_path, section, extra="mixed_precision: bf16\n")
     assert dry_run_recipe(path, config, rows=2, length=64).peak_bytes > 0
 
@@ -258,7 +258,7 @@ def test_adapters_alone_have_gradients_and_optimizer(section: str, tmp_path: Pat
     pytest.importorskip("peft")
     file = recipe(tmp_path, section)
     found, whole = (dry_run_recipe(file, LlamaConfig(**SIZES), rows=2, length=128, lora_rank=rank) for rank in (4, 0))
-    adapters = 4 * 4 * (4 * 2 * 256 + 3 * (256 + 688))
+    adapters = SIZES["num_hidden_layers"] * 4 * (4 * 2 * 256 + 3 * (256 + 688))
     trained = adapters / (2 if "pp" in section else 1)
     share = 2 if "stage" in section else 1
     assert found.parameters - whole.parameters == pytest.approx(trained, rel=0.3 if "pp" in section else 0)
