@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
+import io
 import json
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
+from rank_runner import run_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import BatchSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -282,7 +284,14 @@ def test_parity_ends_a_run_that_hangs(parity: ModuleType, tmp_path: Path) -> Non
     assert parity.run_command([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", 60) == "exit code 3"
 
 
-@pytest.mark.launch
+def run_example(rank: int, world_size: int, words: list[str]) -> str:
+    """What the script prints."""
+    sys.argv = [str(ROOT / "examples" / "finetune_llama7b.py"), *words]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return printed.getvalue()
+
+
 def test_a_small_run_writes_a_model_that_transformers_loads(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -299,20 +308,11 @@ def test_a_small_run_writes_a_model_that_transformers_loads(
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "data.txt").write_text("a line of text\n" * 60)
-    words = "--model_name_or_path ./base --train_file data.txt --block_size 16 --max_steps 2 --learning_rate 0.01"
-    options = "--per_device_train_batch_size 4 --logging_steps 1 --warmup_steps 0 --use_cpu true --output_dir out"
-    script = ROOT / "examples" / "finetune_llama7b.py"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    result = subprocess.run(
-        [sys.executable, str(script), *words.split(), *options.split()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "eval loss" in result.stdout
+    words = f"--model_name_or_path {tmp_path}/base --train_file {tmp_path}/data.txt --output_dir {tmp_path}/out"
+    options = "--block_size 16 --max_steps 2 --learning_rate 0.01 --warmup_steps 0 --logging_steps 1 --use_cpu true"
+    options += " --per_device_train_batch_size 4"
+    (printed,) = run_ranks(run_example, 1, [*words.split(), *options.split()], tmp_path=tmp_path, init_group=False)
+    assert "eval loss" in printed
     metrics = json.loads((tmp_path / "out" / "all_results.json").read_text())
     assert metrics["eval_loss"] < metrics["eval_before_loss"]
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
