@@ -7,6 +7,8 @@ the judge. It never computes itself, so no thread of torch exists when it forks.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import importlib
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import is_deepspeed_available
 
 from hf_parallel.errors import ConfigError, PlanError, RankMismatchError, UnsupportedError
 from hf_parallel.proof.bisect import first_divergence, first_step
@@ -46,6 +49,7 @@ def main(folder: Path, kept: Path | None = None) -> None:
         folder: Folder of the job.
         kept: Folder of references for other jobs on the same model and batches; None: they are not kept.
     """
+    _import_what_runs_import()
     job = Job.load(folder / JOB)
     compared, traced = folder / COMPARED, folder / TRACED
     if not _references(job, compared, kept):
@@ -68,6 +72,14 @@ def main(folder: Path, kept: Path | None = None) -> None:
         (folder / PLACE).write_text(json.dumps(part))
 
     _run_all(folder, {PLACE.removesuffix(".json"): place})
+
+
+def _import_what_runs_import() -> None:
+    """Import once, for all runs, what a Trainer's first training imports; none looks for garbage among it."""
+    if is_deepspeed_available():  # accelerate asks of every model whether it is DeepSpeed's
+        importlib.import_module("deepspeed")
+    gc.collect()
+    gc.freeze()
 
 
 def _judged(job: Job, folder: Path) -> Comparison | None:

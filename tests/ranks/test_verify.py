@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_runner import run_ranks
 from torch import nn
 from transformers import LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 from hf_parallel import ConfigError, verify
 from hf_parallel.cli.main import app
+from hf_parallel.proof.start import main
+from hf_parallel.proof.verify import AS_ONE, prove
 
 
 pytestmark = pytest.mark.timeout(240)
@@ -57,6 +61,7 @@ def double_a_router(trainer: Any) -> None:
             parameter.data.mul_(2.0)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("settings", "more"),
     [
@@ -86,8 +91,24 @@ def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
 
 
+def main_here(rank: int, world_size: int, folder: str) -> None:
+    sys.path.insert(0, str(Path(__file__).parent))  # bugs are in this file
+    main(Path(folder))
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process that starts the runs has its imports done; the tests of the command and of scripts start a new one."""
+
+    def start(folder: Path) -> str:
+        run_ranks(main_here, 1, str(folder), tmp_path=tmp_path, timeout=200, init_group=False, env=AS_ONE)
+        return ""
+
+    monkeypatch.setattr(prove, "__defaults__", (start,))
+
+
 @pytest.mark.long
-@pytest.mark.usefixtures("bugs")
+@pytest.mark.usefixtures("forked")
 def test_a_bug_is_found_and_its_module_named() -> None:
     verdict = verify(CONFIG, {"pp_size": 2, "num_microbatches": 2}, steps=1, tamper="test_verify:halve_a_weight")
     assert not verdict.ok
@@ -103,7 +124,7 @@ def decay_of_one_rank(trainer: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("bugs")
+@pytest.mark.usefixtures("forked")
 def test_what_a_rank_notices_in_the_first_step_is_a_verdict() -> None:
     config = LlamaConfig(
         **{**SIZES, "num_hidden_layers": 4}
@@ -120,7 +141,7 @@ def test_what_a_rank_notices_in_the_first_step_is_a_verdict() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("bugs")
+@pytest.mark.usefixtures("forked")
 def test_a_bug_in_a_part_of_each_row_is_found_and_its_module_named() -> None:
     verdict = verify(CONFIG, {"sp_size": 2}, steps=1, tamper="test_verify:change_a_part")
     assert not verdict.ok
@@ -132,6 +153,7 @@ def test_a_bug_in_a_part_of_each_row_is_found_and_its_module_named() -> None:
 ROUTED = MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("settings", "processes"),
     [
@@ -159,6 +181,7 @@ def test_a_bug_in_a_model_with_a_routers_loss_is_found_and_placed() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_one_process_cannot_train_is_refused_with_its_error() -> None:
     refused = verify(LlamaConfig(vocab_size=10, pad_token_id=50), {"pp_size": 2}, steps=1).refused
     assert refused is not None
@@ -179,6 +202,7 @@ def test_the_command_writes_its_verdict(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("forked")
 def test_paths_are_those_of_the_folder_in_which_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     CONFIG.save_pretrained("models")
@@ -189,6 +213,7 @@ def test_paths_are_those_of_the_folder_in_which_the_user_is(tmp_path: Path, monk
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("forked")
 def test_refusals_have_a_code_of_their_own(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
     ended = CliRunner().invoke(app, ["verify", str(tmp_path), "--pp", "4", "--microbatches", "4", "--json", "-"])
