@@ -73,6 +73,15 @@ def in_turns(*axes: Sequence[Any], step: int | None = None) -> list[Any]:
     ]
 
 
+def half_long(parameters: Sequence[Any]) -> list[Any]:
+    """The same; of those that are not slow every other one is long."""
+    quick = [parameter for parameter in parameters if not parameter.marks]
+    return [
+        pytest.param(*parameter.values, marks=pytest.mark.long) if parameter in quick[1::2] else parameter
+        for parameter in parameters
+    ]
+
+
 def slow_if(name: object, rest: Collection[object]) -> Any:
     """Marks of a case that are those of the rest of a product, or none."""
     return pytest.mark.slow if name in rest else ()

@@ -157,7 +157,13 @@ def test_a_request_that_cannot_be_ends_with_its_reason(command: list[str], argum
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--adapters", "100000", "--bits", "4.5"], ["--layout", "param_dtype=fp32"]], ids=str
+    "options",
+    [
+        [],
+        pytest.param(["--adapters", "100000", "--bits", "4.5"], marks=pytest.mark.long),
+        ["--layout", "param_dtype=fp32"],
+    ],
+    ids=str,
 )
 def test_what_is_written_says_how_it_is_counted_again(command: list[str], options: list[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"

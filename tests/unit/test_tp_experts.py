@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from thinning import in_turns
+from thinning import half_long, in_turns
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from zoo.models import quiet
@@ -49,7 +49,9 @@ def routed(plan: TPPlan) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "tp_size", "implementation"),
-    in_turns(["mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3"], [2, 3], ["eager", "grouped_mm", "batched_mm"]),
+    half_long(
+        in_turns(["mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3"], [2, 3], ["eager", "grouped_mm", "batched_mm"])
+    ),
 )
 def test_whole_experts_are_exact_with_every_implementation(name: str, tp_size: int, implementation: str) -> None:
     model, batch, plan = made(name, tp_size, implementation)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from thinning import in_turns
+from thinning import half_long, in_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo.models import quiet
@@ -54,9 +54,16 @@ FULL = [
     "recurrent_gemma",  # recurrence with a block-diagonal gate
     "zamba2@2blocks",  # blocks that share their weights
 ]
+LONG = (
+    "falcon_mamba",
+    "gpt_bigcode",
+    "minimax",
+    "recurrent_gemma",
+    "zamba2@2blocks",
+)  # have most in common with others
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in FULL])
 def test_two_ranks_are_exact_and_everything_is_split(name: str) -> None:
     row = sweep_shards(name, 2)
     assert row.verdict == "exact", row.note
@@ -66,7 +73,7 @@ def test_two_ranks_are_exact_and_everything_is_split(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tp_size"), in_turns(["deepseek_v3", "gpt_oss", "llama", "mamba2", "olmo2", "phi3"], [3, 4])
+    ("name", "tp_size"), half_long(in_turns(["deepseek_v3", "gpt_oss", "llama", "mamba2", "olmo2", "phi3"], [3, 4]))
 )
 def test_more_ranks_are_exact(name: str, tp_size: int) -> None:
     row = sweep_shards(name, tp_size)
