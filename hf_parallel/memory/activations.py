@@ -10,6 +10,7 @@ from typing import Final
 
 from hf_parallel.head.rows import is_tiled, rows_of_tile
 from hf_parallel.memory.cut import blocks_of_stages
+from hf_parallel.memory.experts import stay_whole
 from hf_parallel.memory.moments import Batch, Part, Parts, Recorded, StageParts
 from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
@@ -171,6 +172,7 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
             *(stages.tokens, stages.length, layout.tp_size, layout.sequence_parallel),
             with_fixed=not gathers,
             with_gradients=not shape.adapters,
+            whole_experts=stay_whole(shape.expert_width, layout.tp_size),
         )
     )
     loss, head = parts.loss, parts.head

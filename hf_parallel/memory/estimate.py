@@ -19,6 +19,7 @@ from hf_parallel.memory.activations import (
     stages_of,
 )
 from hf_parallel.memory.cut import blocks_of_stages
+from hf_parallel.memory.experts import stay_whole
 from hf_parallel.memory.moments import GATHERED, SENT, Recorded, fullest, moments_of
 from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
@@ -109,13 +110,13 @@ def buffers(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, f
     if layout.stage == 0:
         return {}
     element = 4 if layout.precision == "fp32" else 2
-    block = shape.block / layout.tp_size
+    block = _block_of_rank(shape, layout)
     if layout.engine == "fsdp2":
         block *= blocks_at_once(shape, layout)
         whole = min(parameters, GATHERED_BLOCKS * block) if layout.stage == 3 else parameters
         found = {GATHERED: element * whole, SENT: 4 * min(trained, block * trained / max(parameters, 1.0))}
         if layout.stage == 3:  # what is outside of the blocks stays gathered, in fp32 unless it is half itself
-            rest = max(0.0, parameters - shape.layers * shape.block / layout.tp_size)
+            rest = max(0.0, parameters - shape.layers * _block_of_rank(shape, layout))
             found["gathered embedding and head"] = (2 if layout.precision == "half" else 4) * rest
         if layout.stage == 1:
             found["whole gradients between backward passes"] = 4 * trained
@@ -153,8 +154,8 @@ def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, ele
 def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Parameters of each rank of a pipeline, divided by tp_size: all large ones are taken to be sharded."""
     if layout.pp_size == 1:
-        elsewhere = shape.layers * (shape.block - _block(shape, layout))
-        return [(shape.parameters - elsewhere) / layout.tp_size]
+        outside = shape.parameters - shape.layers * shape.block
+        return [outside / layout.tp_size + shape.layers * _block_of_rank(shape, layout)]
     placement, found = layout.schedule.placement, blocks_of_ranks(shape, layout)
     head = shape.head - (placement[0] == placement[-1] and shape.tied) * shape.vocab * shape.hidden
     found[placement[0]] += shape.embedding / layout.tp_size
@@ -164,7 +165,7 @@ def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
 
 def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Like `parameters_of_ranks`, counting the blocks alone."""
-    block = _block(shape, layout) / layout.tp_size
+    block = _block_of_rank(shape, layout)
     if layout.pp_size == 1:
         return [shape.layers * block]
     found = [0.0] * layout.pp_size
@@ -176,6 +177,12 @@ def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
 def _block(shape: ModelShape, layout: Layout) -> float:
     """Parameters of a block without the experts that other replicas have."""
     return shape.block - shape.experts * (1 - 1 / layout.ep_size)
+
+
+def _block_of_rank(shape: ModelShape, layout: Layout) -> float:
+    """Parameters of a block that a tensor-parallel rank has."""
+    whole = shape.experts / layout.ep_size if stay_whole(shape.expert_width, layout.tp_size) else 0.0
+    return whole + (_block(shape, layout) - whole) / layout.tp_size
 
 
 def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout) -> dict[str, float]:

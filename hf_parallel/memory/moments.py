@@ -30,6 +30,7 @@ class Change:
         is_gathered: Whether every such rank has all of it though they share the sequence: a norm over all heads takes it.
         is_cast: Whether it is a cast of a parameter.
         parts: Ranks that share it at most: keys and values of fewer heads than ranks are on several of these; 0 for any number.
+        is_routed: Whether it is of the experts: of their weights, or of the tokens that go to them.
     """
 
     fixed: float
@@ -40,6 +41,7 @@ class Change:
     is_gathered: bool = False
     is_cast: bool = False
     parts: int = 0
+    is_routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Batch:
         sequence_parallel: Whether they share the sequence between these, too.
         with_fixed: Whether gradients and casts of whole weights are there.
         with_gradients: Whether gradients of the recorded parameters are there.
+        whole_experts: Whether every tensor-parallel rank has all experts whole.
     """
 
     tokens: float
@@ -126,6 +129,7 @@ class Batch:
     sequence_parallel: bool = False
     with_fixed: bool = True
     with_gradients: bool = True
+    whole_experts: bool = False
 
 
 def summed(changes: Iterable[Change], batch: Batch) -> Part:
@@ -133,10 +137,11 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
     now = most = kept = casts = 0.0
     for one in changes:
         passing = batch.tokens * (one.linear + one.square * batch.length)
+        ranks = 1 if one.is_routed and batch.whole_experts else batch.tp_size
         if not (one.is_gathered or (one.whole and not batch.sequence_parallel)):
-            passing /= min(batch.tp_size, one.parts or batch.tp_size)
+            passing /= min(ranks, one.parts or ranks)
         is_there = batch.with_fixed and (batch.with_gradients or not one.is_gradient)
-        fixed = one.fixed / batch.tp_size * is_there
+        fixed = one.fixed / ranks * is_there
         now += passing + fixed
         most = max(most, now)
         kept += 0.0 if one.is_gradient else passing

@@ -48,6 +48,7 @@ class Size(NamedTuple):
     is_gathered: bool
     is_cast: bool
     parts: int
+    is_routed: bool
 
 
 Run = dict[str, list[Size]]
@@ -55,6 +56,30 @@ Run = dict[str, list[Size]]
 MOST_FOUND: Final = 64
 # What is recorded follows from these alone, and takes seconds: files and layouts of one model have it in common.
 _FOUND: Final[dict[tuple[Any, ...], Recorded | None]] = {}
+
+
+class Known(NamedTuple):
+    """What tells the tensors of a step apart.
+
+    Attributes:
+        shared: See `_shared_results`.
+        gathered: See `_gathered_results`.
+        shapes: Shapes of parameters.
+        stacks: Those of a block that are stacks of experts.
+        length: Tokens of the row.
+    """
+
+    shared: set[tuple[str, str]]
+    gathered: set[tuple[str, str]]
+    shapes: set[tuple[int, ...]]
+    stacks: set[tuple[int, ...]]
+    length: int
+
+    def is_routed(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor is of the experts: a stack like their weights, or a row for each expert that a token goes to."""
+        if not self.stacks or shape in self.stacks:
+            return bool(self.stacks)
+        return len(shape) == len("th") and shape[0] > self.length and shape[0] % self.length == 0
 
 
 def record_step(config: Any, precision: Precision, variant: Variant = PLAIN) -> Recorded | None:
@@ -121,12 +146,13 @@ def _flags(run: Run) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
-    sizes, (_, whole, is_gradient, is_gathered, is_cast, parts) = [one.size for one in own], own[0]
+    sizes, (_, whole, is_gradient, is_gathered, is_cast, parts, is_routed) = [one.size for one in own], own[0]
     step, first = lengths[1] - lengths[0], lengths[0]
     square = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * step**2)
     linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
     fixed = sizes[0] - linear * first - square * first**2
-    return Change(fixed, linear, square, whole and not fixed, is_gradient, is_gathered and not fixed, is_cast, parts)
+    passing = whole and not fixed, is_gradient, is_gathered and not fixed
+    return Change(fixed, linear, square, *passing, is_cast, parts, is_routed)
 
 
 def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
@@ -178,7 +204,8 @@ def _run(config: Any, length: int, precision: Precision, variant: Variant) -> Ru
     shared = {(op, of_any_block(f"{name}.{path}")) for op, path in _shared_results(middle)}
     gathered = {(op, of_any_block(f"{name}.{path}")) for op, path in _gathered_results(middle)}
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
-    return _by_part(memory, dict(marks), config.get_text_config(), (shared, gathered, shapes))
+    stacks = {tuple(parameter.shape) for parameter in middle.parameters() if parameter.ndim == len("ewh")}
+    return _by_part(memory, dict(marks), config.get_text_config(), Known(shared, gathered, shapes, stacks, length))
 
 
 def _products(block: nn.Module) -> dict[str, list[str]]:
@@ -258,10 +285,9 @@ def _by_part(
     memory: Allocations,
     marks: dict[str, int],
     text: Any,
-    known: tuple[set[tuple[str, str]], set[tuple[str, str]], set[tuple[int, ...]]],
+    known: Known,
 ) -> Run:
-    """The changes between marks; `known` are `_shared_results`, `_gathered_results` and the shapes of parameters."""
-    shared, gathered, shapes = known
+    """The changes between marks."""
     hidden, heads = text.hidden_size, _few_heads(text)
     ends = {
         "embedding": (0, marks["forward 0"]),
@@ -273,14 +299,16 @@ def _by_part(
 
     # What the forward makes is in the backward, too; the gradients there are no results of these modules.
     made = [block for block, _ in memory.changes[slice(*ends["forward"])]]
-    all_heads = {id(block) for block in made if {("", _module_of(block)), (block.op, _module_of(block))} & gathered}
+    all_heads = {id(block) for block in made if {("", _module_of(block)), (block.op, _module_of(block))} & known.gathered}
 
     def about(block: Block, change: int) -> Size:
         whole = len(block.shape) in (2, 3) and block.shape[-1] in (hidden, 1)
-        whole = whole and (block.op, _module_of(block)) not in shared
-        is_cast = block.op == "_to_copy" and block.shape in shapes
+        whole = whole and (block.op, _module_of(block)) not in known.shared
+        is_cast, is_routed = block.op == "_to_copy" and block.shape in known.shapes, known.is_routed(block.shape)
+        # Ranks that share the sequence gather it before its tokens go to experts.
+        is_gathered = id(block) in all_heads or (is_routed and whole)
         parts = heads if heads and not whole and _is_of_heads(block.shape, heads, text) else 0
-        return Size(float(change), whole, block.kind == "gradients", id(block) in all_heads, is_cast, parts)
+        return Size(float(change), whole, block.kind == "gradients", is_gathered, is_cast, parts, is_routed)
 
     return {name: [about(*one) for one in _ordered(memory.changes[begin:end])] for name, (begin, end) in ends.items()}
 

@@ -140,6 +140,7 @@ def shape_of_config(config: Any, precision: Precision | None = None, variant: Va
     )
     head_dim = getattr(first, "head_dim", None) or hidden // max(1, heads)
     kv_heads = getattr(first, "num_key_value_heads", None) or heads
+    stacks = _in_stacks(model)
     block = (sum(sizes.values()) - embedding.numel() - (0 if tied else head)) / layers
     wide, attention = _intermediate(first, hidden), 2 * hidden * head_dim * (heads + kv_heads)
     return ModelShape(
@@ -156,7 +157,8 @@ def shape_of_config(config: Any, precision: Precision | None = None, variant: Va
         tied=tied,
         gated=block - attention > 2.5 * hidden * wide,
         largest=max(sizes.values()),
-        experts=sum(sizes[name] for name in _in_stacks(model)) / layers,
+        experts=sum(sizes[name] for name in stacks) / layers,
+        expert_width=min((size for name in stacks for size in _widths(model, name, hidden)), default=0),
         saved=saved,
         recorded=recorded,
     )
@@ -171,6 +173,12 @@ def _in_stacks(model: Any) -> set[str]:
         if len(counts) == 1 and not type(module).__module__.startswith("torch.nn"):
             found |= {name for name, p in own.items() if p.ndim and {len(p)} == counts}
     return found
+
+
+def _widths(model: Any, name: str, hidden: int) -> list[int]:
+    """Widths of the feed-forward part of an expert that a stack has beside that of the residual stream; that of a gate is double."""
+    shape = model.get_parameter(name).shape
+    return [size for size in shape[1:] if size != hidden] or [hidden] if len(shape) == len("ewh") else []
 
 
 def _number(config: Any, key: str) -> int:

@@ -54,6 +54,7 @@ class ModelShape:
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
         experts: Parameters of a block that are in stacks of experts.
+        expert_width: Width of the feed-forward part of one expert.
         saved: Bytes that a block keeps, if it was traced; else it is counted as Llama's block.
         recorded: Bytes of the parts of a step on a GPU, if they were recorded; then `saved` is not needed.
         adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
@@ -76,6 +77,7 @@ class ModelShape:
     gated: bool = True
     largest: int = 0
     experts: float = 0.0
+    expert_width: int = 0
     saved: SavedBytes | None = None
     recorded: Recorded | None = None
     adapters: int = 0

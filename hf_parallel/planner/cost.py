@@ -7,10 +7,11 @@ small micro-batches lose speed; a launch of each kernel by the host bounds the b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
+from hf_parallel.memory.experts import stay_whole
 from hf_parallel.planner.adapters import adapter_pass, is_beside, moved_by_unpacking, stored_bytes, trained_share
 from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, by_copies, groups_of, one_way
 from hf_parallel.planner.constants import Constants
@@ -123,7 +124,7 @@ class Place:
 def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass:
     """Seconds of one micro-batch in a block, messages included."""
     spec, c = place.spec, place.c
-    products = sum(_product(one, place, heads=block.heads) for one in block.products)
+    products = sum(_product(one, place, heads=block.heads) for one in placed(block, spec))
     kernels, kernels_back = _between(profile, block, place)
     core, core_back = attention_pass(block, place)
     forward = products + kernels + core
@@ -142,7 +143,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     messages, messages_back = _tensor_messages(profile, block, place)
     sent, sent_back = _expert_messages(profile, block, place)
     messages, messages_back = messages + sent, messages_back + sent_back
-    backward += _summed(block.held(spec.sharing_replicas), place)
+    backward += _summed(block.held(spec.sharing_replicas, whole_experts(block, spec)), place)
     launched, launched_back = KERNELS[spec.kernels].launched
     forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
     calls = 2 * (spec.tp > 1) * c.t_call + (spec.zero == 3 and spec.engine != "fsdp2") * c.t_fetch
@@ -154,6 +155,18 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     exposed = sum(whole) - sum(launches)
     exposed += sum(sharded) - sum(whole)
     return Pass(*sharded, exposed, late / (backward + again) * whole[1])
+
+
+def whole_experts(block: BlockProfile, spec: LayoutSpec) -> int:
+    """Tensor-parallel ranks that have all experts whole, as this package leaves those that cannot be cut; else 1."""
+    return spec.tp if spec.places_replicas and stay_whole(block.expert_width, spec.tp) else 1
+
+
+def placed(block: BlockProfile, spec: LayoutSpec) -> Sequence[Product]:
+    """The products of a block, those of experts not cut where every rank has them whole."""
+    if whole_experts(block, spec) == 1:
+        return block.products
+    return [replace(one, cut="none") if one.stored > 1 else one for one in block.products]
 
 
 def _unread(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec) -> Product | None:
@@ -213,8 +226,9 @@ def _between(profile: ModelProfile, block: BlockProfile, place: Place) -> tuple[
     heads = (block.heads + block.kv_heads) * block.head_dim
     routed = 4.0 * spec.element * block.routed * profile.hidden  # to experts and back
     forward = kernels.norm[other] * profile.hidden / parts / place.passed_on(profile.hidden / parts)
-    forward += kernels.gate[gated] * block.width / spec.tp / place.passed_on(block.width / spec.tp)
-    forward += kernels.head * heads / spec.tp / place.passed_on(heads / spec.tp) + routed / spec.tp / place.moved
+    width = block.width * whole_experts(block, spec) / spec.tp
+    forward += kernels.gate[gated] * width / place.passed_on(width)
+    forward += kernels.head * heads / spec.tp / place.passed_on(heads / spec.tp) + routed * whole_experts(block, spec) / spec.tp / place.moved
     forward *= place.tokens * spec.element / 2
     return forward, kernels.backward[other] * forward
 
@@ -251,7 +265,7 @@ def _tensor_messages(profile: ModelProfile, block: BlockProfile, place: Place) -
     forward = backward = 0.0
     if spec.tp > 1:
         one = _joined(size, groups["tp"], place) + c.t_message
-        cut = [p for p in block.products if p.cut == "row" and not (spec.experts_over_tp and p.stored > 1)]
+        cut = [p for p in placed(block, spec) if p.cut == "row" and not (spec.experts_over_tp and p.stored > 1)]
         rows = min(2, len({p.is_attention for p in cut}))
         forward += rows * one
         backward += (rows + spec.repeated * max(0.0, rows - unrepeated(profile, block, spec))) * one

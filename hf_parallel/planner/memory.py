@@ -15,6 +15,7 @@ from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.adapters import is_beside, stored_bytes
 from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.cost import whole_experts
 from hf_parallel.planner.own import in_room_of, peaks_of_ranks, recorded_of, traced_of
 from hf_parallel.planner.pipeline import placement, schedule_of
 from hf_parallel.planner.profile import BlockProfile, ModelProfile
@@ -156,12 +157,12 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
 
 def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """Parameters of each rank's blocks; see `parameters_of_ranks`."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.sharing_replicas))
+    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.sharing_replicas, whole_experts(kind, spec)))
 
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """Like `parameters_of_ranks`, counting the experts alone."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.experts / spec.sharing_replicas)
+    return _of_blocks(profile, spec, counts, lambda kind: kind.experts * whole_experts(kind, spec) / spec.sharing_replicas)
 
 
 def _of_blocks(
@@ -205,7 +206,7 @@ def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) 
 def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> float:
     """Bytes that are gathered, cast or on their way for a while."""
     element = float(spec.element)
-    block = max(kind.held(spec.sharing_replicas) for kind in profile.kinds) / spec.tp
+    block = max(kind.held(spec.sharing_replicas, whole_experts(kind, spec)) for kind in profile.kinds) / spec.tp
     rest = max(profile.embedding, profile.head) / spec.tp
     passing = GATHERED_BLOCKS * block * stored_bytes(1.0, 1.0, spec) + element * rest
     if spec.dp * spec.sp == 1:  # alone, what is offloaded passes block by block

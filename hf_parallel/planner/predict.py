@@ -22,7 +22,7 @@ from hf_parallel.planner.collectives import (
     to_owners,
 )
 from hf_parallel.planner.constants import Constants
-from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
+from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass, whole_experts
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec, layout_of
 from hf_parallel.planner.memory import memory_bytes
@@ -298,8 +298,9 @@ def _largest_rank(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]
     """Parameters of the rank that holds most, about, and those of them in experts: blocks of its stages and the larger table."""
     kinds, blocks = [profile.kinds[kind] for kind in profile.layers], sum(counts) / spec.pp / len(profile.layers)
     tables = profile.embedding + (0 if profile.tied else profile.head)
-    share = blocks * sum(kind.held(spec.sharing_replicas) for kind in kinds) + tables / min(spec.pp, 2)
-    return share / spec.tp, blocks * sum(kind.experts for kind in kinds) / spec.sharing_replicas / spec.tp
+    held = sum(kind.held(spec.sharing_replicas, whole_experts(kind, spec)) for kind in kinds)
+    experts = sum(kind.experts * whole_experts(kind, spec) for kind in kinds) / spec.sharing_replicas
+    return (blocks * held + tables / min(spec.pp, 2)) / spec.tp, blocks * experts / spec.tp
 
 
 def _trained(profile: ModelProfile, place: Place, counts: Sequence[int]) -> list[tuple[float, Group]]:

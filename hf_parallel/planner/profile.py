@@ -128,6 +128,11 @@ class BlockProfile:
         return max((p.times for p in self.products if p.stored > 1), default=0.0)
 
     @functools.cached_property
+    def expert_width(self) -> int:
+        """Width of the feed-forward part of one expert; 0 without experts."""
+        return min((p.inputs for p in self.products if p.stored > 1 and p.cut == "row"), default=0)
+
+    @functools.cached_property
     def num_experts(self) -> int:
         """Number of experts, of which a token goes to some; 1 without experts."""
         return max((p.stored for p in self.products), default=1)
@@ -137,9 +142,9 @@ class BlockProfile:
         """Parameters of all experts."""
         return sum(float(p.inputs * p.outputs * p.stored) for p in self.products if p.stored > 1)
 
-    def held(self, ep: int) -> float:
-        """Parameters of a rank that has one of `ep` parts of the experts."""
-        return self.parameters - self.experts * (1 - 1 / ep)
+    def held(self, ep: int, whole: int = 1) -> float:
+        """Parameters of a rank that has one of `ep` parts of the experts; experts that `whole` tp ranks have count for each."""
+        return self.parameters - self.experts * (1 - whole / ep)
 
     def pairs(self, seq_len: int) -> float:
         """Query-key pairs of one row and head."""
@@ -237,6 +242,7 @@ class ModelProfile:
             head=self.head,
             tied=self.tied,
             gated=kind.is_gated,
+            expert_width=int(kind.expert_width),
             largest=max(self.vocab * self.hidden, *(p.inputs * p.outputs for p in kind.products), 1),
         )
 
