@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
 from hf_parallel.memory.terms import Layout
-from hf_parallel.memory.variant import Variant
+from hf_parallel.memory.variant import USUAL_RANK, Variant
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 
@@ -52,5 +52,5 @@ def variant_of(layout: Layout, *, adapted: bool = False) -> Variant:
     return Variant(
         checkpoint=None if layout.recompute.products is None else checkpoint_of(layout.recompute),
         gathers=layout.engine == "fsdp2" and layout.stage > 0 and layout.precision == "autocast",
-        adapted=adapted,
+        adapted=USUAL_RANK if adapted else 0,
     )

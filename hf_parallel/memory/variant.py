@@ -18,14 +18,15 @@ class Variant:
             compute in fp32.
         gathers: Whether the parameters of blocks come in the dtype that computes, as `fully_shard` gathers them: what autocast
             would leave in fp32, such as experts, is in 16 bit then.
-        adapted: Whether the model is frozen, and each linear layer but the head has LoRA beside it.
+        adapted: Rank of LoRA beside each linear layer but the head of a model that is frozen; 0 trains the model.
     """
 
     attention: str | None = None
     checkpoint: Callable[[Any, str], object] | None = None
     mixed: bool = True
     gathers: bool = False
-    adapted: bool = False
+    adapted: int = 0
 
 
 PLAIN: Final = Variant()
+USUAL_RANK: Final = 8  # what a token passes is so narrow that ranks about it take about as little

@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from hf_parallel.memory.variant import USUAL_RANK
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
 
 
 # Of a model's parameters, what adapters have at most: more that are trained are some of its own.
 MOST_BESIDE: Final = 0.1
-LEAST_RANK: Final = 8  # adapters of fewer on every product are rare
+# Up to this part they may be either: large ranks, or some of a model's own layers.
+MOST_UNSURE: Final = 0.25
+LEAST_RANK: Final = USUAL_RANK  # adapters of fewer on every product are rare
 # How often inputs and outputs of an adapted product are moved, forward and backward. PEFT's forward reads the input, writes
 # the result, scales it (read, written) and adds it (two read, one written). Its backward scales the gradient (read, written),
 # reads it for both thin products, reads the input and adds what it gets (written, two read, one written).
@@ -29,6 +32,17 @@ MOVED: Final = {
 def is_beside(profile: ModelProfile, spec: LayoutSpec) -> bool:
     """Whether what is trained are parameters beside the model's, and not some of its own layers."""
     return 0 < spec.adapters <= MOST_BESIDE * profile.parameters
+
+
+def may_be_beside(profile: ModelProfile, spec: LayoutSpec) -> bool:
+    """Whether what is trained, as far as its number tells, may be parameters beside the model's."""
+    return 0 < spec.adapters <= MOST_UNSURE * profile.parameters
+
+
+def rank_of_all(profile: ModelProfile, spec: LayoutSpec) -> int:
+    """Rank of adapters on all products of a usual block, no less than is usual."""
+    block = profile.kinds[profile.layers[len(profile.layers) // 2]]
+    return max(LEAST_RANK, round(spec.adapters / len(profile.layers) / max(1, _widths(block.products))))
 
 
 def trained_share(profile: ModelProfile, spec: LayoutSpec) -> float:

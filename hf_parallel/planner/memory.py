@@ -13,7 +13,7 @@ from hf_parallel.memory.activations import Stages
 from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
-from hf_parallel.planner.adapters import is_beside, stored_bytes
+from hf_parallel.planner.adapters import is_beside, may_be_beside, stored_bytes
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.cost import whole_experts
 from hf_parallel.planner.own import in_room_of, peaks_of_ranks, recorded_of, traced_of
@@ -32,6 +32,7 @@ PASSING: Final = ("activations", "logits", "buffers")
 BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in fp32
 # Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
 LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "norms": 12.0, "fused": 8.0}
+ADAPTER_BYTES: Final = (4.0, 4.0, 8.0)  # PEFT's adapters are in fp32 beside whatever the model is in
 MIDDLE: Final = 1  # the block that is recorded, of three
 # Of each logit of the whole vocabulary: log-softmax and the gradients before and after it, in fp32. In 16 bit the logits, and the
 # parts that they were gathered from, whose memory the allocator keeps in pieces that are too small for the others.
@@ -51,12 +52,20 @@ def memory_bytes(
         seq_len: Tokens of a row.
         limit: Bytes of a GPU, which decides how much of it may lie idle in the allocator's cache.
     """
-    recorded = recorded_of(profile, spec)
-    if recorded is None:
-        terms = _bytes_by_formula(profile, spec, counts, seq_len)
-    else:
-        terms = _own_bytes(profile, recorded, spec, counts, seq_len)
+    readings = {is_beside(profile, spec), may_be_beside(profile, spec)}  # of what is trained: the one that needs more counts
+    found = [_terms(profile, spec, counts, seq_len, beside=beside) for beside in readings]
+    terms = max(found, key=lambda one: sum(one.values()))
     return terms | {"overhead": _overhead(terms, spec, limit)}
+
+
+def _terms(
+    profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int, *, beside: bool
+) -> dict[str, float]:
+    """Terms of `memory_bytes` but overhead; `beside` tells adapters from layers of the model's own."""
+    recorded = recorded_of(profile, spec, beside=beside)
+    if recorded is None:
+        return _bytes_by_formula(profile, spec, counts, seq_len, beside=beside)
+    return _own_bytes(profile, recorded, spec, counts, seq_len, beside=beside)
 
 
 def _overhead(terms: Mapping[str, float], spec: LayoutSpec, limit: float) -> float:
@@ -69,7 +78,7 @@ def _overhead(terms: Mapping[str, float], spec: LayoutSpec, limit: float) -> flo
 
 
 def _bytes_by_formula(
-    profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int
+    profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int, *, beside: bool
 ) -> dict[str, float]:
     """Terms of `memory_bytes` but overhead, of layouts that other packages run."""
     ranks = placement(spec)
@@ -81,7 +90,7 @@ def _bytes_by_formula(
     logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
     found = []
     for rank in range(spec.pp):
-        terms = _states(held[rank], experts[rank], blocks[rank], spec)
+        terms = _states(held[rank], experts[rank], blocks[rank], spec, beside=beside)
         terms["activations"] = kept[rank] + working
         terms["logits"] = logits if rank == ranks[-1] else 0.0
         terms["buffers"] = _buffers(profile, held[rank], spec) + _unpacked(profile, spec)
@@ -92,12 +101,12 @@ def _bytes_by_formula(
 
 
 def _own_bytes(
-    profile: ModelProfile, recorded: Recorded, spec: LayoutSpec, counts: Sequence[int], seq_len: int
+    profile: ModelProfile, recorded: Recorded, spec: LayoutSpec, counts: Sequence[int], seq_len: int, *, beside: bool
 ) -> dict[str, float]:
     """Terms of `memory_bytes` but overhead, of layouts that this package runs."""
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     blocks = blocks_of_ranks(profile, spec, counts)
-    states = [_states(*each, spec) for each in zip(held, experts, blocks, strict=True)]
+    states = [_states(*each, spec, beside=beside) for each in zip(held, experts, blocks, strict=True)]
     sizes = _sizes(profile, spec, counts, seq_len)
     stages = Stages(spec.micro_batch * seq_len, seq_len, placement(spec), counts, sizes)
     if spec.pp == 1:
@@ -176,7 +185,9 @@ def _of_blocks(
     return found
 
 
-def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) -> dict[str, float]:
+def _states(
+    parameters: float, experts: float, blocks: float, spec: LayoutSpec, *, beside: bool
+) -> dict[str, float]:
     """Bytes of a rank's states: `parameters`, of which `blocks` are in blocks, and of these `experts` in experts."""
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
@@ -185,7 +196,9 @@ def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec) 
             weights = 4.0 if spec.param_dtype == "fp32" and not spec.block_bits else spec.element
         if spec.block_bits:
             weights -= (weights - spec.block_bits / 8) * blocks / max(parameters, 1.0)
-        gradients, optimizer = gradients * share, optimizer * share
+        is_in_fp32 = beside and spec.state_bytes is None and spec.engine == "native" and spec.kernels == "eager"
+        own, gradients, optimizer = (share * each for each in (ADAPTER_BYTES if is_in_fp32 else spec.states))
+        weights += own * beside
     # Experts are in parts already, of which fewer ranks have copies.
     shard = (parameters + experts * (spec.sharing_replicas - 1)) / (spec.dp * spec.sp)
     whole = spec.engine == "fsdp2" and spec.zero > 0  # the shard is all that lasts

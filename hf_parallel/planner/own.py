@@ -12,7 +12,7 @@ from hf_parallel.memory.estimate import CASTS, buffers, passing_gathers, unpacke
 from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, fullest, moments_of
 from hf_parallel.memory.terms import Layout, ModelShape, Precision, SavedBytes
 from hf_parallel.memory.variant import Variant
-from hf_parallel.planner.adapters import is_beside
+from hf_parallel.planner.adapters import is_beside, rank_of_all
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.pipeline import schedule_of
 from hf_parallel.planner.profile import NONE, ModelProfile
@@ -28,15 +28,21 @@ RECOMPUTED: Final[Mapping[str, ActivationCheckpointingConfig]] = {
 ROUNDS: Final = 4  # of pp micro-batches, after which a step holds what it held
 
 
-def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
-    """The recorded memory of a step of the model; None if another system runs the layout, or the model cannot be run."""
+def recorded_of(profile: ModelProfile, spec: LayoutSpec, *, beside: bool | None = None) -> Recorded | None:
+    """The recorded memory of a step of the model; None if another system runs the layout, or the model cannot be run.
+
+    Args:
+        profile: The model.
+        spec: The layout.
+        beside: Whether what is trained are adapters; None is what their number tells.
+    """
     if profile.source is None or not spec.is_own or spec.kernels != "eager":
         return None
-    precision = precision_of(spec)
+    precision, beside = precision_of(spec), is_beside(profile, spec) if beside is None else beside
     variant = Variant(
         attention="eager" if spec.attention == "eager" else None,
         gathers=precision == "autocast" and spec.engine == "fsdp2" and spec.zero > 0,
-        adapted=is_beside(profile, spec),
+        adapted=rank_of_all(profile, spec) if beside else 0,
     )
     return profile.source.recorded(precision, recomputed_of(spec), variant)
 
