@@ -47,7 +47,7 @@ OPTIONAL: Final = (
 COUNTS: Final = ("tp", "pp", "dp", "sp", "ep", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
 SWITCHES: Final = (
     *("sequence_parallel", "experts_over_tp", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp"),
-    *("blocking_launches", "zero_owners"),
+    *("blocking_launches", "zero_owners", "overlap_gather"),
 )
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
 # an fp32 shard.
@@ -70,6 +70,7 @@ ONLY: Final[Mapping[str, Any]] = {
     "state_bytes": None,
     "loss": "auto",
     "zero_owners": False,
+    "overlap_gather": True,
 }
 # Stages of each rank that a schedule cannot do without.
 FIXED: Final = {name: count for name, (count, only) in STAGES_PER_RANK.items() if only}
@@ -105,6 +106,7 @@ class LayoutSpec:
         loss: What it keeps of each logit: "logits" copies in fp32, "gathered" the same of the whole vocabulary on every tp rank,
             "fused" the logit and its gradient in 16 bit; "auto" is that of the kernels.
         overlap_dp: Whether messages of replicas travel during the passes.
+        overlap_gather: Whether parameters that ``zero: 1`` and 2 gather travel so, too, and not in the optimizer's step.
         overlap_tp: Whether messages of tp ranks travel during products.
         overlap_pp: Whether messages between stages travel during passes.
         blocking_launches: Whether the host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1).
@@ -145,6 +147,7 @@ class LayoutSpec:
     attention: str = "sdpa"
     loss: str = "auto"
     overlap_dp: bool = True
+    overlap_gather: bool = True
     overlap_tp: bool = False
     overlap_pp: bool = False
     blocking_launches: bool = False
@@ -224,6 +227,16 @@ class LayoutSpec:
     def chunks_by_itself(self) -> bool:
         """Whether this package computes the loss without logits if nothing else is asked for."""
         return self.is_own and self.tp * self.pp > 1 and self.zero < 3 and self.engine == "native"
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether gradients of replicas travel in the last backward: DeepSpeed's pipeline reduces them when all passes are done."""
+        return self.overlap_dp and not (self.engine == "deepspeed" and self.pp > 1)
+
+    @property
+    def gathers_late(self) -> bool:
+        """Whether parameters of ``zero: 1`` and 2 travel in the first forward: DeepSpeed's optimizer gathers them in its step."""
+        return self.overlap_dp and self.overlap_gather and self.engine != "deepspeed"
 
     def trained(self, parameters: float) -> float:
         """Parameters that get gradients of the `parameters` of a rank, which adapters are spread over evenly."""

@@ -338,8 +338,9 @@ def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], block
     reduce = one_way if spec.zero else sum_in_nodes if spec.sums_in_nodes else all_reduce
     sent = sum(reduce(element * one, group, cluster, c) for one, group in trained)
     gathered = sum(one_way(spec.element * one, group, cluster, c) for one, group in trained) if spec.zero else 0.0
-    if spec.overlap_dp:  # gradients travel in the last backward, parameters in the first forward
+    if spec.reduces_early:
         sent = max(sent - c.dp_overlapped * sum(one.backward for one in blocks) / spec.pp, 0.05 * sent)
+    if spec.gathers_late:
         gathered = max(gathered - c.dp_overlapped * sum(one.forward for one in blocks) / spec.pp, 0.05 * gathered)
     sent += gathered
     if spec.compression not in ("none", "fp16", "bf16"):

@@ -267,6 +267,16 @@ def test_adapters_alone_have_gradients_and_optimizer(section: str, tmp_path: Pat
     assert found.peak_bytes < whole.peak_bytes
 
 
+@pytest.mark.timeout(120)
+def test_a_frozen_pipeline_makes_no_logits(tmp_path: Path) -> None:
+    """The model that shows whether the loss needs them has no adapters, so its head has another name."""
+    pytest.importorskip("peft")
+    file = recipe(tmp_path, "{pp_size: 2, pipeline: {num_microbatches: 2}}")
+    found = dry_run_recipe(file, LlamaConfig(**SIZES), rank=1, rows=2, length=1024, lora_rank=4)
+    logits = 1024, SIZES["vocab_size"]
+    assert all(shape[-2:] != logits for _, _, _, shape, *_ in found.peak.largest)
+
+
 def test_adapters_are_refused_where_a_plan_takes_values(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora_rank=4 with tp_size=2: .*Leave it out"):
         dry_run_recipe(recipe(tmp_path, "{tp_size: 2}"), LlamaConfig(**SIZES), length=64, lora_rank=4)

@@ -42,6 +42,13 @@ def test_keys_of_fewer_heads_than_ranks_are_on_several_of_these() -> None:
     assert [summed([change], Batch(1, 1, tp_size=ranks)).kept for ranks in (1, 2, 4)] == [12, 6, 6]
 
 
+def test_what_is_routed_to_whole_experts_is_on_every_rank() -> None:
+    changes = [Change(80, 12, 0, whole=False, is_routed=True)]
+    for whole, kept in ((False, 3), (True, 12)):
+        found = summed(changes, Batch(1, 1, tp_size=4, whole_experts=whole))
+        assert (found.kept, found.casts) == (kept, 80 * kept / 12)
+
+
 def stage(**values: Any) -> StageParts:
     usual: dict[str, Any] = {"entering": 0, "casts": 0, "block": 0, "again": 0, "backward": 0}
     usual |= {"loss": Part(0, 0, 0), "head": Part(0, 0, 0)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -300,6 +301,21 @@ def test_parameters_are_gathered_while_the_first_forward_runs() -> None:
         for value in (True, False)
     )
     assert hidden < 0.1 * shown
+
+
+def test_some_systems_gather_parameters_in_the_optimizers_step() -> None:
+    """nanotron's and DeepSpeed's optimizers wait for what they gather; of the latter's pipelines the sums are waited for, too."""
+    cluster = Cluster(2, 8, "a100_80")
+
+    def shown(**layout: Any) -> float:
+        layout = {"dp": 16, "zero": 1, "micro_batch": 8} | layout
+        return predict(SMALL, cluster, layout, seq_len=2048).exposed_communication_s
+
+    late, early, all_late = shown(overlap_gather=False), shown(), shown(overlap_dp=False)
+    assert early < 0.2 * late < 0.2 * all_late
+    assert shown(engine="deepspeed") == pytest.approx(late)
+    stages = {"engine": "deepspeed", "pp": 2, "dp": 8, "num_microbatches": 8}
+    assert shown(**stages) == pytest.approx(shown(**stages, overlap_dp=False))
 
 
 def test_any_layout_has_a_finite_band_and_seven_terms() -> None:

@@ -191,6 +191,7 @@ def test_a_block_a_stage_is_predicted() -> None:
         ("attention", ("eager", "sdpa", "flash"), ("flash2", None)),
         ("loss", ("auto", "logits", "fused", None), ("chunks", True)),
         ("overlap_dp", (True, False), (1, "no", None)),
+        ("overlap_gather", (True, False), (1, "no", None)),
         ("overlap_tp", (True, False), (1, "no", None)),
         ("overlap_pp", (True, False), (1, "no", None)),
         (

@@ -16,6 +16,7 @@ from hf_parallel.activation_checkpointing.recorded import checkpoint_of
 from hf_parallel.dry_run.rank.recipe import dry_run_recipe
 from hf_parallel.memory import record
 from hf_parallel.memory.block import LENGTHS, trace_block
+from hf_parallel.memory.experts import stay_whole
 from hf_parallel.memory.unread import build_on_meta
 from hf_parallel.memory.variant import PLAIN, Variant
 from hf_parallel.planner.constants import constants
@@ -49,6 +50,8 @@ ODD: Final[dict[str, dict[str, Any]]] = {
     "mamba2": {"hidden_size": 512, "num_hidden_layers": 8, "vocab_size": 8192, "num_heads": 16, "head_dim": 64}
     | {"state_size": 64, "n_groups": 1},
     "mixtral": GATED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    # Of which two tp ranks would have 502 each, no whole number of 16 bytes.
+    "olmoe": GATED | {"intermediate_size": 1004, "num_experts": 5, "num_experts_per_tok": 2},
     "deepseek_v3": WIDE
     | {"intermediate_size": 1408, "moe_intermediate_size": 256, "n_routed_experts": 8, "num_experts_per_tok": 2}
     | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 128, "q_lora_rank": 192}
@@ -120,6 +123,7 @@ def difference(name: str, section: str, dtype: str, folder: Path, lora_rank: int
             for more in (
                 *(("llama", "zero1"), ("gpt2", "selective"), ("olmo2", "tp2 with a shared sequence")),
                 *(("llama", "tp2 with a shared sequence, recompute"), ("mixtral", "pp2"), ("deepseek_v3", "tp2")),
+                *(("olmoe", "tp2"), ("mixtral", "tp2 with a shared sequence")),
             )
         ),
         *(pytest.param("llama", section, "bf16", marks=pytest.mark.long) for section in ("gpipe", "compressed")),
@@ -134,16 +138,21 @@ def test_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtyp
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("section", "dtype"),
+    ("section", "dtype", "rank"),
     [
-        ("zero1", "bf16"),
-        *(pytest.param(*one, marks=pytest.mark.long) for one in (("zero3", "bf16"), ("zero1", "half"))),
+        ("zero1", "bf16", 8),
+        *(
+            pytest.param(*one, marks=pytest.mark.long)
+            for one in (("zero3", "bf16", 8), ("zero1", "half", 8), ("zero1", "half", 128), ("pp2", "bf16", 8))
+        ),
     ],
 )
-def test_predicted_memory_of_adapters_is_the_peak_of_a_dry_run(section: str, dtype: str, tmp_path: Path) -> None:
+def test_predicted_memory_of_adapters_is_the_peak_of_a_dry_run(
+    section: str, dtype: str, rank: int, tmp_path: Path
+) -> None:
     """A frozen block keeps less: no weight of it needs what a norm has made of the hidden states, or a product's input."""
     pytest.importorskip("peft")
-    assert abs(difference("llama", section, dtype, tmp_path, lora_rank=8)) <= WITHIN
+    assert abs(difference("llama", section, dtype, tmp_path, lora_rank=rank)) <= WITHIN
 
 
 @pytest.mark.slow
@@ -250,7 +259,35 @@ def test_a_frozen_base_has_the_dtype_in_which_it_was_loaded() -> None:
     whole = profile_of(config).parameters
     for more, size in (({}, 2), ({"param_dtype": "fp32"}, 4)):
         terms = predict(config, cluster, {"adapters": parameters, **more}, seq_len=64).memory_bytes
-        assert terms["weights"] == size * whole
+        assert terms["weights"] == pytest.approx(size * whole + 4 * parameters)  # PEFT's adapters are in fp32
+        assert (terms["gradients"], terms["optimizer"]) == pytest.approx((4 * parameters, 8 * parameters))
+
+
+def test_more_than_a_tenth_may_be_adapters_and_counts_as_what_needs_more() -> None:
+    config, cluster = LlamaConfig(**TYPES["llama"]), Cluster(1, 1, "h100")
+    whole = profile_of(config).parameters
+    shares = (0.09, 0.11, 0.24, 0.26)
+    found = [allocated(config, {"adapters": int(share * whole)}, cluster) for share in shares]
+    assert found[1] >= found[0]
+    assert found[2] > found[1]
+    assert found[3] < found[2]  # so many are layers of the model's own
+
+
+def test_experts_whose_parts_are_no_whole_units_stay_whole() -> None:
+    """A dry run of a rank of 4 of the first has 33.88e6 parameters, for 10.83e6 if tp cut all of them."""
+    assert [stay_whole(width, 4) for width in (0, 1000, 1008, 1024)] == [False, True, False, False]
+    assert [stay_whole(1024, tp) for tp in (1, 2, 3)] == [False, False, True]
+    sizes = ODD["olmoe"] | {"num_hidden_layers": 4}
+    layout, cluster = {"tp": 4, "dtype": "fp32"}, Cluster(1, 4, "h100")
+    terms = [
+        predict(AutoConfig.for_model("olmoe", **sizes | {"intermediate_size": width}), cluster, layout, seq_len=LENGTH)
+        for width in (1000, 1008)
+    ]
+    odd, cut = (one.memory_bytes for one in terms)
+    assert odd["weights"] == pytest.approx(4 * 33_884_672, rel=1e-3)
+    assert odd["weights"] > 3 * cut["weights"]
+    assert odd["activations"] > 2 * cut["activations"]
+    assert terms[0].step_s > terms[1].step_s
 
 
 def test_a_card_that_takes_one_microbatch_has_no_gradients_beside_its_logits() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,6 +97,8 @@ def plan_head(setup: Setup, probes: Probes, shards: TPPlan | None, shown: Shown,
             return HeadPlan(known, is_asked=True)
         setup.watchdog.runs("tries the loss without logits")
         found = judge_head(*form(), shards)
+        if stand_in is not None and found.name:  # it is without what PEFT wraps around the model
+            found = replace(found, name=find_ends(setup.model).head)
         if found.is_deferred:
             setup.verdicts.put("head", found.name, of)
         return found
