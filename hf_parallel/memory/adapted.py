@@ -13,16 +13,50 @@ from torch import Tensor, nn
 SCALE: Final = 2.0
 
 
-def adapt(model: nn.Module, rank: int) -> None:
+def adapt(model: nn.Module, rank: int, *, on_experts: bool = False) -> None:
     """Freeze a model on `meta` and put LoRA of a rank on its linear layers but the head, as PEFT's "all-linear" does.
 
     The layers stay the modules that they are, so that what they take is still told apart by their names.
+
+    Args:
+        model: The model.
+        rank: Rank of the adapters.
+        on_experts: Whether stacks of experts have them, too, as with PEFT's `target_parameters`.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     model.requires_grad_(requires_grad=False)
     for module in model.modules():
         if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
             _put_beside(module, rank)
+        elif on_experts and (stacks := [name for name, p in module.named_parameters(recurse=False) if p.ndim == len("ewh")]):
+            _add_to_weights(module, stacks, rank)
+
+
+def _add_to_weights(module: nn.Module, names: list[str], rank: int) -> None:
+    """LoRA that is added up with the frozen weights for each forward, which then computes with the sum."""
+    factors = {}
+    for name in names:
+        experts, rows, columns = module.get_parameter(name).shape
+        shapes = (experts, rows, rank), (experts, rank, columns)
+        pair = [nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta")) for shape in shapes]
+        factors[name] = [f"lora_{name}_{part}" for part in "BA"]
+        for path, one in zip(factors[name], pair, strict=True):
+            module.register_parameter(path, one)
+    stock = module.forward
+
+    def forward(self: Any, *given: Any, **named: Any) -> Any:
+        own = vars(self)
+        for name, (left, right) in factors.items():
+            weight = self.get_parameter(name)
+            pair = (self.get_parameter(path).to(weight.dtype) for path in (left, right))
+            own[name] = torch.baddbmm(weight, *pair, alpha=SCALE)  # found before the parameter
+        try:
+            return stock(*given, **named)
+        finally:
+            for name in factors:
+                del own[name]
+
+    module.forward = types.MethodType(forward, module)
 
 
 def _put_beside(module: nn.Module, rank: int) -> None:

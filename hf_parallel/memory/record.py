@@ -161,7 +161,7 @@ def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
     given = {} if variant.attention is None else {"attn_implementation": variant.attention}
     model: nn.Module = build_on_meta(config, dtype=dtype, **given).train()
     if variant.adapted:
-        adapt(model, variant.adapted)
+        adapt(model, variant.adapted, on_experts=variant.on_experts)
     if variant.gathers and precision == "autocast":
         for block in blocks_of(model, candidate_stacks(model)[0]):
             block.to(torch.bfloat16)

@@ -19,6 +19,7 @@ class Variant:
         gathers: Whether the parameters of blocks come in the dtype that computes, as `fully_shard` gathers them: what autocast
             would leave in fp32, such as experts, is in 16 bit then.
         adapted: Rank of LoRA beside each linear layer but the head of a model that is frozen; 0 trains the model.
+        on_experts: Whether stacks of experts have LoRA, too: PEFT then adds it to their weights before their products.
     """
 
     attention: str | None = None
@@ -26,6 +27,7 @@ class Variant:
     mixed: bool = True
     gathers: bool = False
     adapted: int = 0
+    on_experts: bool = False
 
 
 PLAIN: Final = Variant()

@@ -39,10 +39,12 @@ def may_be_beside(profile: ModelProfile, spec: LayoutSpec) -> bool:
     return 0 < spec.adapters <= MOST_UNSURE * profile.parameters
 
 
-def rank_of_all(profile: ModelProfile, spec: LayoutSpec) -> int:
-    """Rank of adapters on all products of a usual block, no less than is usual."""
-    block = profile.kinds[profile.layers[len(profile.layers) // 2]]
-    return max(LEAST_RANK, round(spec.adapters / len(profile.layers) / max(1, _widths(block.products))))
+def rank_of_all(profile: ModelProfile, spec: LayoutSpec) -> tuple[int, bool]:
+    """Rank of adapters on the products of a usual block, no less than is usual, and whether its experts have them, too."""
+    block, each = profile.kinds[profile.layers[len(profile.layers) // 2]], spec.adapters / len(profile.layers)
+    on_experts = block.num_experts > 1 and each >= LEAST_RANK * _widths(block.products)
+    adapted = block.products if on_experts else [one for one in block.products if one.stored == 1]
+    return max(LEAST_RANK, round(each / max(1, _widths(adapted)))), on_experts
 
 
 def trained_share(profile: ModelProfile, spec: LayoutSpec) -> float:

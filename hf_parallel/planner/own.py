@@ -39,10 +39,12 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec, *, beside: bool | None 
     if profile.source is None or not spec.is_own or spec.kernels != "eager":
         return None
     precision, beside = precision_of(spec), is_beside(profile, spec) if beside is None else beside
+    rank, on_experts = rank_of_all(profile, spec) if beside else (0, False)
     variant = Variant(
         attention="eager" if spec.attention == "eager" else None,
         gathers=precision == "autocast" and spec.engine == "fsdp2" and spec.zero > 0,
-        adapted=rank_of_all(profile, spec) if beside else 0,
+        adapted=rank,
+        on_experts=on_experts,
     )
     return profile.source.recorded(precision, recomputed_of(spec), variant)
 
