@@ -1,10 +1,12 @@
 """How far predicted memory is from the peaks of dry runs, by type of model and layout.
 
-make memory-page ARGS=--dry-runs    # some minutes; writes the table of docs/memory.md
+make memory-page ARGS=--dry-runs    # half a minute of a core for each type; writes the table of docs/memory.md
+make memory-page ARGS="--dry-runs llama opt"    # the rows of two types, the others stay
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -66,10 +68,16 @@ def difference(name: str, section: str, precision: Any) -> float:
     return (memory.gpu_bytes - memory.gpu[OVERHEAD]) / max(peaks) - 1
 
 
-def table() -> list[str]:
-    """A row for each type, under mixed precision in bf16."""
-    rows = [f"| type | {' | '.join(SECTIONS)} |", "|---" * (len(SECTIONS) + 1) + "|"]
-    for name in sorted(TYPES):
-        found = (f"{100 * difference(name, section, 'autocast'):+.1f} %" for section in SECTIONS)
-        rows.append(f"| `{name}` | {' | '.join(found)} |")
-    return rows
+def row(name: str) -> str:
+    """A type under mixed precision in bf16."""
+    found = (f"{100 * difference(name, section, 'autocast'):+.1f} %" for section in SECTIONS)
+    return f"| `{name}` | {' | '.join(found)} |"
+
+
+def table(rows: Mapping[str, str]) -> list[str]:
+    """The rows of types, by name, under their heads."""
+    return [
+        f"| type | {' | '.join(SECTIONS)} |",
+        "|---" * (len(SECTIONS) + 1) + "|",
+        *map(rows.__getitem__, sorted(rows)),
+    ]

@@ -28,7 +28,9 @@ def adapt(model: nn.Module, rank: int, *, on_experts: bool = False) -> None:
     for module in model.modules():
         if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
             _put_beside(module, rank)
-        elif on_experts and (stacks := [name for name, p in module.named_parameters(recurse=False) if p.ndim == len("ewh")]):
+        elif on_experts and (
+            stacks := [name for name, p in module.named_parameters(recurse=False) if p.ndim == len("ewh")]
+        ):
             _add_to_weights(module, stacks, rank)
 
 

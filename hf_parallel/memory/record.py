@@ -77,8 +77,8 @@ class Known(NamedTuple):
 
     def is_routed(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor is of the experts: a stack like their weights, or a row for each expert that a token goes to."""
-        if not self.stacks or shape in self.stacks:
-            return bool(self.stacks)
+        if not self.stacks or shape in self.shapes:
+            return shape in self.stacks
         return len(shape) == len("th") and shape[0] > self.length and shape[0] % self.length == 0
 
 
@@ -142,11 +142,13 @@ def _fills_rows(recorded: Recorded) -> bool:
 
 def _flags(run: Run) -> dict[str, list[tuple[int, ...]]]:
     """Kinds of the changes of each part, without their sizes."""
-    return {name: [one[1:] for one in run[name]] for name in PARTS}
+    return {name: [one[1:-1] for one in run[name]] for name in PARTS}  # what is routed shows at several lengths
 
 
 def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
-    sizes, (_, whole, is_gradient, is_gathered, is_cast, parts, is_routed) = [one.size for one in own], own[0]
+    sizes, (_, whole, is_gradient, is_gathered, is_cast, parts, _) = [one.size for one in own], own[0]
+    is_routed = all(one.is_routed for one in own)
+    is_gathered |= is_routed and whole  # ranks that share the sequence gather it before its tokens go to experts
     step, first = lengths[1] - lengths[0], lengths[0]
     square = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * step**2)
     linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
@@ -299,16 +301,16 @@ def _by_part(
 
     # What the forward makes is in the backward, too; the gradients there are no results of these modules.
     made = [block for block, _ in memory.changes[slice(*ends["forward"])]]
-    all_heads = {id(block) for block in made if {("", _module_of(block)), (block.op, _module_of(block))} & known.gathered}
+    all_heads = {
+        id(block) for block in made if {("", _module_of(block)), (block.op, _module_of(block))} & known.gathered
+    }
 
     def about(block: Block, change: int) -> Size:
         whole = len(block.shape) in (2, 3) and block.shape[-1] in (hidden, 1)
         whole = whole and (block.op, _module_of(block)) not in known.shared
         is_cast, is_routed = block.op == "_to_copy" and block.shape in known.shapes, known.is_routed(block.shape)
-        # Ranks that share the sequence gather it before its tokens go to experts.
-        is_gathered = id(block) in all_heads or (is_routed and whole)
         parts = heads if heads and not whole and _is_of_heads(block.shape, heads, text) else 0
-        return Size(float(change), whole, block.kind == "gradients", is_gathered, is_cast, parts, is_routed)
+        return Size(float(change), whole, block.kind == "gradients", id(block) in all_heads, is_cast, parts, is_routed)
 
     return {name: [about(*one) for one in _ordered(memory.changes[begin:end])] for name, (begin, end) in ends.items()}
 

@@ -228,7 +228,10 @@ def _between(profile: ModelProfile, block: BlockProfile, place: Place) -> tuple[
     forward = kernels.norm[other] * profile.hidden / parts / place.passed_on(profile.hidden / parts)
     width = block.width * whole_experts(block, spec) / spec.tp
     forward += kernels.gate[gated] * width / place.passed_on(width)
-    forward += kernels.head * heads / spec.tp / place.passed_on(heads / spec.tp) + routed * whole_experts(block, spec) / spec.tp / place.moved
+    forward += (
+        kernels.head * heads / spec.tp / place.passed_on(heads / spec.tp)
+        + routed * whole_experts(block, spec) / spec.tp / place.moved
+    )
     forward *= place.tokens * spec.element / 2
     return forward, kernels.backward[other] * forward
 

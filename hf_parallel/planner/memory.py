@@ -14,8 +14,8 @@ from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.adapters import is_beside, may_be_beside, stored_bytes
-from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.cost import whole_experts
+from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.own import in_room_of, peaks_of_ranks, recorded_of, traced_of
 from hf_parallel.planner.pipeline import placement, schedule_of
 from hf_parallel.planner.profile import BlockProfile, ModelProfile
@@ -52,7 +52,10 @@ def memory_bytes(
         seq_len: Tokens of a row.
         limit: Bytes of a GPU, which decides how much of it may lie idle in the allocator's cache.
     """
-    readings = {is_beside(profile, spec), may_be_beside(profile, spec)}  # of what is trained: the one that needs more counts
+    readings = {
+        is_beside(profile, spec),
+        may_be_beside(profile, spec),
+    }  # of what is trained: the one that needs more counts
     found = [_terms(profile, spec, counts, seq_len, beside=beside) for beside in readings]
     terms = max(found, key=lambda one: sum(one.values()))
     return terms | {"overhead": _overhead(terms, spec, limit)}
@@ -171,7 +174,9 @@ def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[in
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """Like `parameters_of_ranks`, counting the experts alone."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.experts * whole_experts(kind, spec) / spec.sharing_replicas)
+    return _of_blocks(
+        profile, spec, counts, lambda kind: kind.experts * whole_experts(kind, spec) / spec.sharing_replicas
+    )
 
 
 def _of_blocks(
@@ -185,9 +190,7 @@ def _of_blocks(
     return found
 
 
-def _states(
-    parameters: float, experts: float, blocks: float, spec: LayoutSpec, *, beside: bool
-) -> dict[str, float]:
+def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec, *, beside: bool) -> dict[str, float]:
     """Bytes of a rank's states: `parameters`, of which `blocks` are in blocks, and of these `experts` in experts."""
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
