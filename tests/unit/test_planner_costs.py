@@ -162,7 +162,9 @@ def test_the_fewest_gpus_are_the_first_part_that_fits() -> None:
 def test_adapters_have_the_states_that_the_model_has_not() -> None:
     whole = memory_bytes(SMALL, layout_of({"dp": 2, "zero": 3}), [24], 512)
     found = memory_bytes(SMALL, layout_of({"dp": 2, "zero": 3, "adapters": 10_000_000}), [24], 512)
-    assert found["weights"] == pytest.approx((2 * SMALL.parameters + 4 * 10_000_000) / 2)  # and the adapters' own in fp32
+    assert found["weights"] == pytest.approx(
+        (2 * SMALL.parameters + 4 * 10_000_000) / 2
+    )  # and the adapters' own in fp32
     assert found["optimizer"] == pytest.approx(whole["optimizer"] * 10_000_000 / SMALL.parameters)
     assert found["activations"] == whole["activations"]
 
