@@ -59,13 +59,13 @@ _FOUND: Final[dict[tuple[Any, ...], Recorded | None]] = {}
 
 
 class Known(NamedTuple):
-    """What tells the tensors of a step apart.
+    """Marks by which the tensors of a step are told apart.
 
     Attributes:
         shared: See `_shared_results`.
         gathered: See `_gathered_results`.
         shapes: Shapes of parameters.
-        stacks: Those of a block that are stacks of experts.
+        stacks: Shapes of a block's stacks of experts.
         length: Tokens of the row.
     """
 
