@@ -47,7 +47,7 @@ WHY: Final[dict[str, str]] = {
     "budget_3090_lora": "a whole copy on each GPU runs any script as it is, also on one GPU. For speed take that plan.",
     "qlora_2x24gb": "stages leave 11 GB of each GPU for longer rows; whole copies leave 1.6 GB, less than memory is predicted within.",
     "qlora_2xt4": "stages leave 9 GB of each GPU for longer rows. For speed at 1024 tokens take that plan.",
-    "llama2_7b_4xa100": "parts of everything leave room for rows four times as long. For speed at 2048 tokens take that plan.",
+    "llama2_7b_4xa100": "blocks that are computed again leave room for rows four times as long. For speed at 2048 tokens take that plan.",
     "llama_70b_64xh100": "parts of the parameters leave 50 GB of each GPU for longer rows, and fit GPUs of 40 GB. For speed at 4096 "
     "tokens take that plan.",
     "ddp": "it shows whole copies, and a script that changes the optimizer runs as it is. Add zero: {stage: 1} for speed.",

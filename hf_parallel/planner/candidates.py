@@ -61,12 +61,15 @@ def candidates(request: Request) -> Iterator[LayoutSpec]:
             if isinstance(shape.split, tuple) and len(shape.split) != shape.pp * stages:
                 continue
             (engine,) = request.values("engine", ("fsdp2" if zero == 3 else "native",))
-            (chunked,) = request.values("chunked_loss", (replace(shape, zero=zero, engine=engine).chunks_by_itself,))
+            bare = replace(shape, zero=zero, engine=engine)
+            (chunked,) = request.values("chunked_loss", (bare.chunks_by_itself,))
+            (gathers_late,) = request.values(
+                "overlap_gather", (not (bare.is_own and bare.kernels != "fused" and bare.gathers_once),)
+            )
             found = replace(
-                shape,
-                zero=zero,
-                engine=engine,
+                bare,
                 chunked_loss=chunked,
+                overlap_gather=gathers_late,
                 recompute=recompute,
                 micro_batch=micro,
                 num_microbatches=passes,

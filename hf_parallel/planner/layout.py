@@ -70,7 +70,6 @@ ONLY: Final[Mapping[str, Any]] = {
     "state_bytes": None,
     "loss": "auto",
     "zero_owners": False,
-    "overlap_gather": True,
 }
 # Stages of each rank that a schedule cannot do without.
 FIXED: Final = {name: count for name, (count, only) in STAGES_PER_RANK.items() if only}
@@ -232,6 +231,11 @@ class LayoutSpec:
     def reduces_early(self) -> bool:
         """Whether gradients of replicas travel in the last backward: DeepSpeed's pipeline reduces them when all passes are done."""
         return self.overlap_dp and not (self.engine == "deepspeed" and self.pp > 1)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether this package's own ZeRO gathers updated parameters once a step: when it ends, unless settings say otherwise."""
+        return self.engine == "native" and self.zero in (1, 2)
 
     @property
     def gathers_late(self) -> bool:

@@ -34,6 +34,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
     recompute = config.activation_checkpointing
     whole_block = "selective" if recompute.mode == "selective" else "full"
     zero = config.zero
+    engine = "native" if zero.engine == "auto" and zero.stage < 3 else zero.engine
     return {
         "tp": config.tp_size,
         "pp": config.pp_size,
@@ -55,6 +56,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
         "kernels": "compiled" if config.pipeline.compile_blocks == "inductor" else "eager",
         "reduce_dtype": REDUCED[config.data_parallel.reduce_dtype],
         "overlap_dp": config.data_parallel.overlap,
+        "overlap_gather": zero.overlap_gather or not LayoutSpec(zero=zero.stage, engine=engine).gathers_once,
         "offload_param": zero.offload_param,
         "offload_optimizer": zero.offload_optimizer,
         "compression": config.gradient_compression.method,
@@ -109,6 +111,8 @@ def _partition(spec: LayoutSpec) -> dict[str, Any]:
     usual = "fsdp2" if spec.zero == 3 else "native"
     found: dict[str, Any] = {"stage": spec.zero}
     found |= {} if spec.engine == usual else {"engine": spec.engine}
+    if spec.gathers_late and spec.gathers_once:
+        found["overlap_gather"] = True
     offloaded = {"offload_param": spec.offload_param, "offload_optimizer": spec.offload_optimizer}
     return found | {key: value for key, value in offloaded.items() if value != "none"}
 

@@ -13,10 +13,12 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from hf_parallel import Cluster, plan
 from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.layout import LayoutSpec, layout_of
 from hf_parallel.planner.recipe import mapping_of, rows_of, settings_of
+from hf_parallel.settings.config import HFParallelConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +41,24 @@ def test_settings_of_a_layout_mean_that_layout(layout: dict[str, object]) -> Non
     spec = layout_of(layout)
     config = settings_of(spec)
     assert layout_of(mapping_of(config, 8, rows_of(spec), spec.dtype)) == spec
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_updated_parameters_arrive_when_the_settings_say(stage: int, late: bool) -> None:
+    config = HFParallelConfig.from_mapping({"zero": {"stage": stage, "overlap_gather": late}}, source="test")
+    spec = layout_of(mapping_of(config, 4, 1, "bf16"))
+    assert spec.gathers_late is late
+    assert settings_of(spec).zero.overlap_gather is late
+
+
+def test_plans_take_parameters_to_arrive_as_they_do_by_default() -> None:
+    config = LlamaConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1024)
+    cluster = Cluster(1, 4, "rtx3090")
+    for kernels, late in (("eager", False), ("fused", True)):
+        given = {"zero": 1, "tp": 1, "pp": 1, "kernels": kernels}
+        (first, *_) = plan(config, cluster, seq_len=128, global_batch=8, layout=given)
+        assert first.spec.overlap_gather is late
 
 
 def test_what_this_package_does_not_run_is_not_written() -> None:
