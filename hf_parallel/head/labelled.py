@@ -62,8 +62,7 @@ class LabelledOutput(ModelOutput):
 
     def __iter__(self) -> Iterator[str]:
         held, order = self.held(), vars(self).get("_order", ())
-        offered = {*held, "logits"} if "_before" in vars(self) else held  # fully_shard flattens what the model returns
-        yield from (name for name in order if name in offered)
+        yield from (name for name in order if name in self)
         yield from (name for name in held if name not in order)
 
     def __len__(self) -> int:
@@ -71,7 +70,8 @@ class LabelledOutput(ModelOutput):
 
     def __contains__(self, key: object) -> bool:
         held: Any = super()
-        return self._hides(key) or held.__contains__(key)
+        is_offered = "_before" in vars(self)  # not yet where fully_shard flattens what the model returns
+        return (is_offered and self._hides(key)) or held.__contains__(key)
 
     def keys(self) -> Any:
         """The names of all outputs, as of a dict."""

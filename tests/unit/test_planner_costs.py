@@ -310,7 +310,7 @@ def test_some_systems_gather_parameters_in_the_optimizers_step() -> None:
     cluster = Cluster(2, 8, "a100_80")
 
     def shown(**layout: Any) -> float:
-        layout = {"dp": 16, "zero": 1, "micro_batch": 8} | layout
+        layout = {"dp": 16, "zero": 1, "micro_batch": 8, "loss": "logits"} | layout  # of other systems
         return predict(SMALL, cluster, layout, seq_len=2048).exposed_communication_s
 
     late, early, all_late = shown(overlap_gather=False), shown(), shown(overlap_dp=False)
