@@ -88,7 +88,8 @@ def test_layouts_agree_with_one_process(settings: dict[str, Any], more: dict[str
 @pytest.fixture
 def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in this file can be put into ranks."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
 
 
 def main_here(rank: int, world_size: int, folder: str) -> None:
