@@ -106,49 +106,49 @@ zoo-ep: setup  ## spread the experts of every AutoModelForCausalLM type over ran
 	$(BIN)/python benchmarks/zoo_ep.py $(ARGS)
 
 bench-pipeline: setup  ## time the pipeline runtime
-	$(BIN)/python benchmarks/bench_pipeline.py
+	$(BIN)/python benchmarks/bench_pipeline.py $(ARGS)
 
 bench-trainer: setup  ## time a step of a stock Trainer on two stages against one process and what the cut allows
 	$(BIN)/python benchmarks/bench_trainer.py $(ARGS)
 
 bench-host: setup  ## what a deep model costs the host of one pipeline stage
-	$(BIN)/python benchmarks/bench_host.py
+	$(BIN)/python benchmarks/bench_host.py $(ARGS)
 
 bench-attach: setup  ## how long a model takes to be planned, checked and cut, the first time and again
-	$(BIN)/python benchmarks/bench_attach.py
+	$(BIN)/python benchmarks/bench_attach.py $(ARGS)
 
 bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
-	$(BIN)/python benchmarks/bench_schedules.py
+	$(BIN)/python benchmarks/bench_schedules.py $(ARGS)
 
 bench-async: setup  ## idle time of schedules that do not drain, and what old weights do to the loss; writes docs/asynchronous.md
-	$(BIN)/python benchmarks/bench_async.py
+	$(BIN)/python benchmarks/bench_async.py $(ARGS)
 
 bench-unequal: setup  ## time the cut for ranks of different speed against the even one, with one rank slowed
-	$(BIN)/python benchmarks/bench_unequal.py
+	$(BIN)/python benchmarks/bench_unequal.py $(ARGS)
 
 bench-device-map: setup  ## time 1F1B against what device_map="balanced" does, in full training and with LoRA
 	$(BIN)/python benchmarks/bench_device_map.py
 
 bench-sequence: setup  ## count the activations that sequence parallelism saves
-	$(BIN)/python benchmarks/bench_sequence.py
+	$(BIN)/python benchmarks/bench_sequence.py $(ARGS)
 
 bench-ulysses: setup  ## count the activations of each rank that shares a sequence, with heads exchanged and in a ring
-	$(BIN)/python benchmarks/bench_ulysses.py
+	$(BIN)/python benchmarks/bench_ulysses.py $(ARGS)
 
 bench-loss: setup  ## time and memory of a loss without logits
-	$(BIN)/python benchmarks/bench_loss.py
+	$(BIN)/python benchmarks/bench_loss.py $(ARGS)
 
 bench-tp: setup  ## time tensor parallelism against transformers' own and one process; memory of the logits
-	$(BIN)/python benchmarks/bench_tp.py
+	$(BIN)/python benchmarks/bench_tp.py $(ARGS)
 
 bench-wire: setup  ## bytes and seconds of compressed gradients over a slow network; needs root
-	$(BIN)/python benchmarks/bench_wire.py
+	$(BIN)/python benchmarks/bench_wire.py $(ARGS)
 
 bench-topology: setup  ## every order of stages and replicas on two nodes with a slow network; needs root, writes docs/topology.md
 	$(BIN)/python benchmarks/bench_topology.py --page docs/topology.md $(ARGS)
 
 bench-reducer: setup  ## time the gradient reduction against torch's DDP
-	$(BIN)/python benchmarks/bench_reducer.py
+	$(BIN)/python benchmarks/bench_reducer.py $(ARGS)
 
 bench-planner: setup  ## the planner against published step times; ARGS="--held-out" holds tables out, "--fit" fits
 	$(BIN)/python benchmarks/bench_planner.py $(ARGS)
@@ -157,16 +157,16 @@ bench-calibration: setup  ## steps of pp2, tp2, dp2 and pp2xdp2 on CPU ranks aga
 	timeout 360 $(BIN)/python benchmarks/bench_calibration.py $(ARGS)
 
 bench-guards: setup  ## what the guards against silent mistakes cost a training step
-	$(BIN)/python benchmarks/bench_guards.py
+	$(BIN)/python benchmarks/bench_guards.py $(ARGS)
 
 bench-monitor: setup  ## what the monitor costs a training step
-	$(BIN)/python benchmarks/bench_monitor.py
+	$(BIN)/python benchmarks/bench_monitor.py $(ARGS)
 
 bench-compression: setup  ## what compression does to the loss; ARGS="--model smollm2" for a pretrained model; writes docs/compression_results.md
 	$(BIN)/python benchmarks/bench_compression.py $(ARGS)
 
 bench-zero: setup  ## losses and bytes of every ZeRO stage and engine against two plain replicas and the formulas
-	$(BIN)/python benchmarks/bench_zero.py
+	$(BIN)/python benchmarks/bench_zero.py $(ARGS)
 
 load-memory: setup  ## measure the memory of loading and saving a model in parts, per rank
 	$(BIN)/python benchmarks/load_memory.py $(ARGS)
