@@ -39,7 +39,7 @@ class LabelledOutput(ModelOutput):
         raise AttributeError(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is not None and name in self:
+        if value is not None and (name in self or self._hides(name)):
             self[name] = value
         else:
             super().__setattr__(name, value)  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import accumulation_hooks
 from hf_parallel.errors import ParallelError, PlanError
+from hf_parallel.head.labelled import LabelledOutput
 from hf_parallel.model.copies import deep_copy, rebind_forwards
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.random_streams import generators_of
@@ -262,7 +263,8 @@ def _loss_of(output: Any) -> Tensor:
     Raises:
         PlanError: The output has no names, or no loss.
     """
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor) and "logits" in output:
+    has_logits = isinstance(output, LabelledOutput) or (isinstance(output, Mapping) and "logits" in output)
+    if has_logits and isinstance(output.get("loss"), Tensor):
         return output["loss"]  # type: ignore[no-any-return]
     raise PlanError(
         f"sp_size above 1 with a forward that returns {kind_of_output(output)} for a batch with labels: parts of a row are joined by name, "
