@@ -52,10 +52,8 @@ def memory_bytes(
         seq_len: Tokens of a row.
         limit: Bytes of a GPU, which decides how much of it may lie idle in the allocator's cache.
     """
-    readings = {
-        is_beside(profile, spec),
-        may_be_beside(profile, spec),
-    }  # of what is trained: the one that needs more counts
+    # Of the ways to read what is trained the one that needs more counts.
+    readings = {is_beside(profile, spec), may_be_beside(profile, spec)}
     found = [_terms(profile, spec, counts, seq_len, beside=beside) for beside in readings]
     terms = max(found, key=lambda one: sum(one.values()))
     return terms | {"overhead": _overhead(terms, spec, limit)}
