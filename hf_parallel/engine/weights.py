@@ -140,7 +140,7 @@ def _blueprint(setup: Setup) -> Blueprint | None:
 
 def _stand_in(blueprint: Blueprint) -> StandIn:
     def plan(tp_size: int, sample: Mapping[str, Any], **settings: Any) -> TPPlan:
-        here = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}
+        here = _on_cpu(sample)
         narrow = narrow_blueprint(blueprint, here, tp_size)
         if narrow is not None:
             with suppress(PlanError):  # then it is for the real widths to say why
@@ -149,10 +149,15 @@ def _stand_in(blueprint: Blueprint) -> StandIn:
         return plan_for(blueprint, tp_size, sample=here, **settings)
 
     def model(sample: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-        narrow = narrow_blueprint(blueprint, sample)
-        return reduced_model(narrow or blueprint), sample if narrow is None else _batch_for(narrow, sample)
+        here = _on_cpu(sample)
+        narrow = narrow_blueprint(blueprint, here)
+        return reduced_model(narrow or blueprint), here if narrow is None else _batch_for(narrow, here)
 
     return StandIn(plan, model)
+
+
+def _on_cpu(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}
 
 
 def _batch_for(narrow: Blueprint, sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_the_second_start_of_a_model_finds_out_nothing_again(settings: dict[str,
 
 
 def trainings(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> list[tuple[float, int, int]]:
-    """Of two runs of a Trainer: the loss, the elements of the largest model that was checked, and the checks."""
+    """Of two runs of a Trainer: the loss, the elements of the largest model that was tried, and the checks."""
     import tiny
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
@@ -121,10 +121,12 @@ def trainings(rank: int, world_size: int, settings: dict[str, Any], folder: str)
 
     narrow.SMALL = 0  # type: ignore[misc]
     checked = sizes_of_calls(self_check, "check_split", "verify_model")
+    heads = sizes_of_calls(plan_head, "judge_head")
     found = []
     for index in range(2):
         AcceleratorState._reset_state()
         checked.clear()
+        heads.clear()
         torch.manual_seed(0)
         model = LlamaForCausalLM(
             LlamaConfig(**tiny.SMALL | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4})
@@ -145,7 +147,7 @@ def trainings(rank: int, world_size: int, settings: dict[str, Any], folder: str)
             callbacks=[HFParallelCallback({}, **settings)],
         )
         loss = trainer.train().training_loss
-        found.append((loss, max(checked, default=0), len(checked)))
+        found.append((loss, max(checked + heads, default=0), len(checked)))
     return found
 
 

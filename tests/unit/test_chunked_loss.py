@@ -462,6 +462,22 @@ def test_the_trial_accepts_models_and_leaves_them_alone(case: str) -> None:
     assert "forward" not in vars(model.get_output_embeddings())
 
 
+def test_the_trial_makes_no_gradient_of_a_frozen_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    real = torch.autograd.grad
+
+    def grad(loss: Tensor, leaves: list[Tensor]) -> Any:
+        made.append(len(leaves) > 1)
+        return real(loss, leaves)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    for is_trained in (True, False):
+        model = vocab_model("llama")
+        model.get_output_embeddings().requires_grad_(is_trained)
+        assert judge_head(model, vocab_batch()).is_deferred
+    assert made == [True, True, False, False]
+
+
 class Softened(LlamaForCausalLM):
     """A loss term of its own on the logits."""
 

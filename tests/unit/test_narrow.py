@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from counted_calls import sizes_of_calls
 from thinning import in_turns
 from torch import nn
 from tp_models import CASES, LLAMA
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
 
 from hf_parallel.engine import weights
+from hf_parallel.engine.plan import head as plan_head
 from hf_parallel.engine.plan import self_check
 from hf_parallel.engine.plan import shards as plan_shards
+from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.model import narrow as narrow_module
@@ -30,6 +33,7 @@ from hf_parallel.pipeline_parallel.plan.costs import StageCosts
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
+from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import PipelineConfig
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, plan_for, skeleton
@@ -87,10 +91,14 @@ def test_the_plan_of_a_narrow_model_is_that_of_the_wide_one(kind: str, attention
 @pytest.mark.parametrize("kind", ["llama_tied", "smollm2", "gpt2", "phi3"])
 def test_a_model_without_values_is_planned_by_a_narrow_one(kind: str) -> None:
     blueprint = Blueprint(KINDS[kind], AutoModelForCausalLM.from_config)
-    unread: Any = SimpleNamespace(model=skeleton(blueprint), mesh=SimpleNamespace(shape=SimpleNamespace(tp_size=2)))
+    unread: Any = SimpleNamespace(
+        model=skeleton(blueprint),
+        config=HFParallelConfig(tp_size=2),
+        mesh=SimpleNamespace(shape=SimpleNamespace(tp_size=2)),
+    )
     with off_meta(unread.model, torch.device("cpu")):
-        probes = Probes(unread.model, torch.device("cpu"), sample())
-        made, narrow = plan_shards._made_small(unread, probes, None, {}, has_values=False)
+        forms = Forms(unread, Probes(unread.model, torch.device("cpu"), sample()), None)
+        made, narrow = plan_shards._made_small(forms, 2, {}, has_values=False)
     assert made is not None
     assert narrow is not None
     sizes = [sum(p.numel() for p in model.parameters()) for model in (narrow.shown.model, unread.model)]
@@ -100,6 +108,36 @@ def test_a_model_without_values_is_planned_by_a_narrow_one(kind: str) -> None:
     assert made.to_json() == expected.to_json()
     small, batch = weights._stand_in(blueprint).model(sample())
     assert judge_loss(small, batch) == judge_loss(wide(kind), sample())
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"pp": {"pp_size": 2}, "tp": {"tp_size": 2}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("self_check", ["auto", "full"])
+def test_the_loss_without_logits_is_tried_on_a_narrow_model(
+    layout: str, self_check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head in fp32 and two of its gradients would be gigabytes of a large vocabulary."""
+    model, (pp_size, tp_size) = wide("llama_tied"), (LAYOUTS[layout].get(key, 1) for key in ("pp_size", "tp_size"))
+    sections = {"pipeline": {"self_check": self_check}, "tensor_parallel": {"self_check": self_check}}
+    setup: Any = SimpleNamespace(
+        model=model,
+        config=HFParallelConfig.from_mapping(LAYOUTS[layout] | sections),
+        mesh=SimpleNamespace(shape=SimpleNamespace(tp_size=tp_size)),
+        verdicts=SimpleNamespace(get=lambda *_: None, put=lambda *_: None),
+        watchdog=SimpleNamespace(runs=lambda _: None, waiting=None),
+    )
+    probes = Probes(model, torch.device("cpu"))
+    tries_fewer = self_check != "full"
+    found = discover_stages(model, probes.discovery, try_fewer=tries_fewer) if pp_size > 1 else None
+    monkeypatch.setattr(plan_head, "on_rank_zero", lambda look, _, waiting: look())
+    monkeypatch.setattr(plan_head, "judge_head", plan_head.judge_head)  # put back at the end
+    sizes = sizes_of_calls(plan_head, "judge_head")
+    assert plan_head.plan_head(setup, Forms(setup, probes, found), None, None).is_deferred
+    whole = sum(p.numel() for p in model.parameters())
+    assert len(sizes) == 1
+    assert sizes[0] < whole / 8 if tries_fewer else sizes[0] == whole
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "gpt2"])

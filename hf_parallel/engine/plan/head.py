@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.engine.plan.setup import Setup, StandIn
-from hf_parallel.engine.plan.shards import Shown
 from hf_parallel.errors import PlanError
 from hf_parallel.head.defer import LogitsDeferral
 from hf_parallel.head.tiles import Tiling
 from hf_parallel.mesh.one_rank import on_rank_zero
-from hf_parallel.model.fewer import with_blocks
-from hf_parallel.model.probes import Probes
 from hf_parallel.model.tensors import only_tensor
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 from hf_parallel.tensor_parallel.plan.trace import find_linears, replaced, run, undisturbed
@@ -64,14 +62,13 @@ class _RefusedError(Exception):
     """A loss that needs logits; the message says why."""
 
 
-def plan_head(setup: Setup, probes: Probes, shards: TPPlan | None, shown: Shown, stand_in: StandIn | None) -> HeadPlan:
+def plan_head(setup: Setup, forms: Forms, shards: TPPlan | None, stand_in: StandIn | None) -> HeadPlan:
     """Whether the logits are made, the same on every rank; collective where it has to be tried.
 
     Args:
         setup: The whole model.
-        probes: The batches to try it with.
+        forms: The smaller models that stand for it.
         shards: Sharding of its layers.
-        shown: Model that shows what the whole model does. Only rank 0 needs it.
         stand_in: For a model without values.
 
     Raises:
@@ -80,23 +77,14 @@ def plan_head(setup: Setup, probes: Probes, shards: TPPlan | None, shown: Shown,
     if not setup.config.chunks_loss:
         return HeadPlan()
 
-    def form() -> tuple[nn.Module, Mapping[str, Any]]:
-        """The smallest model that has the loss of the whole one, and its batch."""
-        if stand_in is not None:
-            model, sample = stand_in.model(probes.batch)
-            return model, {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
-        if shown.narrow is not None:
-            return shown.narrow.shown.model, shown.narrow.shown.batch(probes.batch)
-        if shown.kept is not None:  # a loss is made after the blocks
-            return with_blocks(setup.model, shown.kept.stack, shown.kept.blocks), probes.batch
-        return setup.model, probes.batch
-
     def look() -> HeadPlan:
         of = "" if shards is None else shards.fingerprint()
         if isinstance(known := setup.verdicts.get("head", of), str):
             return HeadPlan(known, is_asked=True)
         setup.watchdog.runs("tries the loss without logits")
-        found = judge_head(*form(), shards)
+        # The head and its gradients in fp32 are larger than all else of a start: the smallest form that has the loss is tried.
+        smallest = forms.from_narrow()[0] if stand_in is None else stand_in.model(forms.sample)
+        found = judge_head(*smallest, shards)
         if stand_in is not None and found.name:  # it is without what PEFT wraps around the model
             found = replace(found, name=find_ends(setup.model).head)
         if found.is_deferred:
@@ -140,12 +128,14 @@ class _Tail:
     """The loss of one run from the head on, and what it was computed from."""
 
     loss: Tensor
-    leaves: list[Tensor]
+    hidden: Tensor
+    parameters: list[Tensor]
 
     @functools.cached_property
     def gradients(self) -> list[Tensor]:
-        """Gradients of the loss with respect to the leaves."""
-        return list(torch.autograd.grad(self.loss, self.leaves))
+        """Gradients of the loss with respect to what the head is given, and its parameters that are trained."""
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        return list(torch.autograd.grad(self.loss, [self.hidden, *trained]))
 
 
 def _check(model: nn.Module, head: nn.Module, sample: Mapping[str, Any]) -> None:
@@ -154,11 +144,13 @@ def _check(model: nn.Module, head: nn.Module, sample: Mapping[str, Any]) -> None
         raise _RefusedError("the head is not a linear module with one row a token")
     given = dict(sample)
     given.setdefault("labels", sample.get("input_ids"))
+    own = own_parameters(head)
+    parameters = [_leaf(p, p.requires_grad) for p in (own["weight"], own.get("bias")) if p is not None]
     with undisturbed(model):
-        plain = _run_tail(model, head, given, None, F.linear)
-        tokens = math.prod(plain.leaves[0].shape[:-1])
+        plain = _run_tail(model, head, given, None, parameters, F.linear)
+        tokens = math.prod(plain.hidden.shape[:-1])
         deferral = LogitsDeferral(Tiling(rows=-(-tokens // TILES)))
-        tiled = _run_tail(model, head, given, plain.leaves[0].detach(), deferral.logits)
+        tiled = _run_tail(model, head, given, plain.hidden.detach(), parameters, deferral.logits)
     reads = deferral.last
     if reads.made:
         raise _RefusedError(f"its forward reads them ({reads.made[0]})")
@@ -173,11 +165,10 @@ def _run_tail(
     head: nn.Module,
     given: Mapping[str, Any],
     hidden: Tensor | None,
+    parameters: list[Tensor],
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor | None],
 ) -> _Tail:
     """Run the model with autograd from the head on, on its own input or on `hidden`; in fp32 if it is in half."""
-    own = own_parameters(head)
-    parameters = [_leaf(p) for p in (own["weight"], own.get("bias")) if p is not None]
     inputs: list[Tensor] = []
 
     def forward(*args: Tensor, **named: Tensor) -> Tensor | None:
@@ -191,11 +182,11 @@ def _run_tail(
         raise _RefusedError(f"one forward calls the head {len(inputs)} times")
     if not loss.requires_grad:
         raise _RefusedError("its loss is not computed from them")
-    return _Tail(loss, [inputs[0], *parameters])
+    return _Tail(loss, inputs[0], parameters)
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    return (tensor.detach().float() if tensor.dtype.itemsize < 4 else tensor.detach()).requires_grad_()
+def _leaf(tensor: Tensor, is_trained: bool = True) -> Tensor:
+    return (tensor.detach().float() if tensor.dtype.itemsize < 4 else tensor.detach()).requires_grad_(is_trained)
 
 
 def _close(value: Tensor, reference: Tensor) -> bool:

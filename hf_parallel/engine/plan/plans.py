@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hf_parallel.activation_checkpointing.recompute import groups_for
 from hf_parallel.engine.plan.experts import spread_over
+from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.engine.plan.head import HeadPlan, plan_head
 from hf_parallel.engine.plan.held import holding_of
 from hf_parallel.engine.plan.rank_limits import describe_limits
@@ -27,9 +27,7 @@ from hf_parallel.expert_parallel.expert_plan import ExpertPlan
 from hf_parallel.guards.weights.start import Start
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh.ranks import compare_over_ranks
-from hf_parallel.model.fewer import Kept, may_need_fewer
 from hf_parallel.model.probes import Probes
-from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.predict_cut import Prediction, describe, predict
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
@@ -98,18 +96,18 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
     if probes is not None:
         with probes.running():
             found = _stack_of_blocks(setup, probes)
+            forms = Forms(setup, probes, found)
             if shape.tp_size > 1:
-                shards, shown = plan_shards(setup, probes, stand_in, partial(_blocks_that_show, setup, found, probes))
+                shards, shown = plan_shards(setup, forms, stand_in)
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
                 forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
             if shape.ep_size > 1:
                 experts = spread_over(setup, probes, stand_in)
             if found is not None and shape.pp_size > 1:
-                cut = plan_cut(setup, found, probes, stand_in, shards)
+                cut = plan_cut(setup, found, probes, forms, stand_in, shards)
             recomputed = _recomputed(setup, found, cut)
             units = _gathered_units(setup, found, probes, recomputed)
-            shown_by = shown if shown.kept is not None or found is None else replace(shown, kept=found.kept)
-            head = plan_head(setup, probes, shards, shown_by, stand_in)
+            head = plan_head(setup, forms, shards, stand_in)
     ledger, rows = _ledger(setup, (shards or experts), cut), shared_rows(setup)
     if not setup.config.pipeline.vertical_sync:
         _refuse_shared(model, ledger)
@@ -136,20 +134,6 @@ def _stack_of_blocks(setup: Setup, probes: Probes) -> PipelinePlan | None:
     return discover_stages(
         *(setup.model, probes.discovery), cost_tokens=probes.cost_tokens, try_fewer=setup.config.pipeline.tries_fewer
     )
-
-
-def _blocks_that_show(setup: Setup, found: PipelinePlan | None, probes: Probes) -> Kept | None:
-    """The blocks to plan shards with, on rank 0; None for all."""
-    if setup.mesh.rank or not setup.config.tensor_parallel.tries_fewer:
-        return None
-    if found is not None:
-        return found.kept
-    try:
-        if not may_need_fewer(setup.model, candidate_stacks(setup.model)[0]):
-            return None
-        return discover_stages(setup.model, probes.batch).kept
-    except Exception:  # noqa: BLE001 - the other ranks wait for the plan, which says what is wrong, if anything is
-        return None
 
 
 def _recomputed(setup: Setup, found: PipelinePlan | None, cut: Cut | None) -> list[range]:

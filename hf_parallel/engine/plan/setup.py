@@ -59,7 +59,7 @@ class StandIn:
 
     Args:
         plan: Makes a plan as `plan_model` does, from tp_size, sample and settings.
-        model: Makes a small model that computes its loss as the model does, from a batch, and the batch for it.
+        model: Makes a small model on the CPU that computes its loss as the model does, from a batch, and the batch for it.
     """
 
     plan: Callable[..., TPPlan]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
+from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
-from hf_parallel.model.fewer import Kept, with_blocks
-from hf_parallel.model.narrow import Narrow, narrow_model
-from hf_parallel.model.probes import Probes
-from hf_parallel.model.stack import candidate_stacks
+from hf_parallel.model.fewer import Kept
+from hf_parallel.model.narrow import Narrow
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN
 from hf_parallel.tensor_parallel.plan.repeated import Repetition, is_within_blocks, repeated
@@ -55,16 +54,13 @@ class Shown:
     narrow: NarrowShards | None = None
 
 
-def plan_shards(
-    setup: Setup, probes: Probes, stand_in: StandIn | None, blocks: Callable[[], Kept | None] = lambda: None
-) -> tuple[TPPlan, Shown]:
+def plan_shards(setup: Setup, forms: Forms, stand_in: StandIn | None) -> tuple[TPPlan, Shown]:
     """The plan that rank 0 makes, on every rank, and on rank 0 what it was made with; collective.
 
     Args:
         setup: The whole model.
-        probes: The batches to try it with.
+        forms: The smaller models that stand for it.
         stand_in: For a model without values.
-        blocks: Finds blocks that show what all blocks do, None for all; asked on rank 0 where no plan is remembered.
 
     Raises:
         PlanError: No plan, or `tensor_parallel.on_fallback: error` and a layer that is no column-row pair.
@@ -80,15 +76,14 @@ def plan_shards(
         plan = _remembered(setup)
         if plan is not None:
             return plan
-        kept = blocks()
-        with_what = Shown(kept)
-        if settings.tries_fewer and settings.plan == "auto":  # patterns may name single blocks
-            plan, narrow = _made_small(setup, probes, kept, asked, has_values=stand_in is None)
-            with_what = Shown(kept, narrow)
+        with_what = Shown(forms.kept)
+        if settings.plan == "auto":  # patterns may name single blocks
+            plan, narrow = _made_small(forms, tp_size, asked, has_values=stand_in is None)
+            with_what = Shown(forms.kept, narrow)
         if plan is None and stand_in is not None:
-            plan = stand_in.plan(tp_size, probes.batch, **asked)
+            plan = stand_in.plan(tp_size, forms.sample, **asked)
         elif plan is None:
-            plan = plan_model(setup.model, tp_size, probes.batch, **asked)
+            plan = plan_model(setup.model, tp_size, forms.sample, **asked)
         setup.verdicts.put("shards", {"plan": plan.to_json(), "fingerprint": plan.fingerprint()})
         return plan
 
@@ -98,30 +93,28 @@ def plan_shards(
 
 
 def _made_small(
-    setup: Setup, probes: Probes, kept: Kept | None, asked: Mapping[str, Any], *, has_values: bool
+    forms: Forms, tp_size: int, asked: Mapping[str, Any], *, has_values: bool
 ) -> tuple[TPPlan | None, NarrowShards | None]:
     """The plan by a narrow model, or by few blocks, and the narrow model; None where it is for the whole model to say why not."""
-    tp_size, sample = setup.mesh.shape.tp_size, probes.batch
-    base = setup.model if kept is None else with_blocks(setup.model, kept.stack, kept.blocks)
+    kept = forms.kept
 
     def of_all(plan: TPPlan) -> TPPlan | None:
         if kept is None:
             return plan
         if not is_within_blocks(plan, (kept.stack,)):
             return None
-        return repeated(plan, Repetition((kept.stack,), kept.shown_by), setup.model)
+        return repeated(plan, Repetition((kept.stack,), kept.shown_by), forms.whole)
 
     with suppress(Exception):  # whatever is wrong with narrow blocks, the wide ones have the last word
-        stack = candidate_stacks(base)[0] if kept is None else kept.stack
-        shown = narrow_model(base, stack, sample, parts=tp_size)
+        shown = forms.narrow
         if shown is not None:
-            small = plan_model(shown.model, tp_size, shown.batch(sample), **asked)
-            plan = of_all(widened(small, shown.model, base))
+            small = plan_model(shown.model, tp_size, shown.batch(forms.sample), **asked)
+            plan = of_all(widened(small, shown.model, forms.few))
             if plan is not None:
                 return plan, NarrowShards(shown, small)
     if kept is not None and has_values:
         with suppress(PlanError):
-            return of_all(plan_model(base, tp_size, sample, **asked)), None
+            return of_all(plan_model(forms.few, tp_size, forms.sample, **asked)), None
     return None, None
 
 

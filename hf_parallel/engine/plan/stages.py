@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
-from torch import Tensor
-
+from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.engine.plan.rank_limits import RankLimits, rank_limits, stage_memory
 from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.mesh.one_rank import on_rank_zero
-from hf_parallel.model.fewer import with_blocks
-from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind, hooked_module, judge_backward
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
@@ -63,7 +59,7 @@ class Cut:
 
 
 def plan_cut(
-    setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: StandIn | None, shards: TPPlan | None
+    setup: Setup, stages: PipelinePlan, probes: Probes, forms: Forms, stand_in: StandIn | None, shards: TPPlan | None
 ) -> Cut:
     """Cut by cost; collective where costs or ranks are measured, or where the weights are not read yet.
 
@@ -71,6 +67,7 @@ def plan_cut(
         setup: The whole model.
         stages: Possible cuts.
         probes: The batches to try it with.
+        forms: The smaller models that stand for it.
         stand_in: For a model without values.
         shards: Sharding of the layers, None with tp_size 1.
 
@@ -81,7 +78,7 @@ def plan_cut(
     costs = cut_costs(setup, stages, probes)
     memory = stage_memory(setup, stages, shards, limits.memory) if limits.memory is not None else None
     bounds = _bounds(stages, setup.schedule, costs, limits, memory)
-    kinds = _loss_kind(setup, stages, probes.batch, stand_in), _backward_kind(setup, stages, probes.batch, stand_in)
+    kinds = _loss_kind(setup, forms, stand_in), _backward_kind(setup, forms, stand_in)
     return Cut(stages, setup.schedule, costs, bounds, *kinds, limits)
 
 
@@ -132,32 +129,27 @@ def _bounds(
     return bounds
 
 
-def _loss_kind(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], stand_in: StandIn | None) -> LossKind:
+def _loss_kind(setup: Setup, forms: Forms, stand_in: StandIn | None) -> LossKind:
     """Find out how the model's loss may be computed; reports a loss that needs whole batches."""
     if stand_in is not None:
-        verdict = _verdict_on_stand_in(setup, sample, stand_in)
+        verdict = _verdict_on_stand_in(setup, forms, stand_in)
     elif (known := setup.verdicts.get("loss")) is not None and known[0] in get_args(LossKind):
         verdict = Verdict(*known)
     else:
-        verdict = _judged_loss(setup, stages, sample)
+        verdict = _judged_loss(forms)
         setup.verdicts.put("loss", [verdict.kind, verdict.why])
     if verdict.kind == "whole" and setup.reports:
         logger.warning("hf_parallel: %s", whole_loss(setup.name, verdict.why))
     return verdict.kind
 
 
-def _backward_kind(
-    setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], stand_in: StandIn | None
-) -> BackwardKind:
+def _backward_kind(setup: Setup, forms: Forms, stand_in: StandIn | None) -> BackwardKind:
     """Find out what users' code in backward passes needs; reports it where that costs something."""
     if stand_in is not None:  # nothing can be measured; a stand-in has no hooks of users
         hooked = hooked_module(setup.model)
         kind = BackwardKind(*[f"a backward hook of {hooked} may need it"] * 2) if hooked else BackwardKind()
     else:
-        kept = stages.kept  # only blocks of stock code are left out
-        kind = judge_backward(
-            setup.model if kept is None else with_blocks(setup.model, kept.stack, kept.blocks), sample
-        )
+        kind = judge_backward(forms.few, forms.sample)  # only blocks of stock code are left out
     if setup.reports and kind.rows:
         logger.warning("hf_parallel: %s", whole_batches(setup.name, kind.rows))
     if setup.reports and kind.scale:
@@ -181,15 +173,10 @@ def twice_forward(model_name: str, why: str) -> str:
     )
 
 
-def _judged_loss(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any]) -> Verdict:
+def _judged_loss(forms: Forms) -> Verdict:
     """Judge the loss on a narrow model of few blocks first, since it is made after them; the whole model decides."""
-    kept, forms = stages.kept, [(setup.model, sample)]
-    if kept is not None:
-        forms.insert(0, (with_blocks(setup.model, kept.stack, kept.blocks), sample))
-    if setup.config.pipeline.tries_fewer and (narrow := narrow_model(forms[0][0], stages.stack, sample)) is not None:
-        forms.insert(0, (narrow.model, narrow.batch(sample)))
     verdict = Verdict("whole")
-    for model, batch in forms:
+    for model, batch in forms.from_narrow():
         if verdict.kind == "whole":
             verdict = judge_loss(model, batch)
     return verdict
@@ -205,12 +192,11 @@ def whole_loss(model_name: str, why: str) -> str:
     )
 
 
-def _verdict_on_stand_in(setup: Setup, sample: Mapping[str, Any], stand_in: StandIn) -> Verdict:
+def _verdict_on_stand_in(setup: Setup, forms: Forms, stand_in: StandIn) -> Verdict:
     """Rank 0 finds it out; collective."""
 
     def look() -> Verdict:
-        here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
-        return judge_loss(*stand_in.model(here))
+        return judge_loss(*stand_in.model(forms.sample))
 
     def explain(what: str) -> PlanError:
         return PlanError(
