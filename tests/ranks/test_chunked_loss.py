@@ -131,8 +131,11 @@ def main(rank: int, world_size: int, layout: str, families: tuple[str, ...]) -> 
         assert losses == pytest.approx(expected, rel=1e-5), (family, layout)
         last_stage = attachment.mesh.pp_rank == settings.get("pp_size", 1) - 1
         if last_stage and "zbv" not in layout:
+            # With fewer words a rank than channels one tile would be as large as the logits, which are made then.
+            is_small = model.config.vocab_size < 2 * model.config.hidden_size
+            expected_tiles = 0 if layout == "tp2_own_tiles" and is_small else 1
             reads = head.logits_deferral.last
-            assert (reads.tiled, reads.made) == (1, []), (family, layout)
+            assert (reads.tiled, reads.made) == (expected_tiles, []), (family, layout)
         state = accelerator.get_state_dict(model)
         if rank == 0:
             wanted = {name: p.detach() for name, p in reference.named_parameters()}
