@@ -68,6 +68,13 @@ class Shared:
         """Names in the registries are of this one."""
         return self
 
+    def forget(self) -> None:
+        """Forget what was found out about a model."""
+        self.whole.places.clear()
+        self.whole.tables = ()
+        self.is_mean = self.mixes_documents = False
+        self.no_documents = ""
+
     @contextmanager
     def running(self, length: int) -> Iterator[None]:
         """Inside, the model runs on a part of rows that have so many tokens."""

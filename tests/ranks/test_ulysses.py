@@ -14,14 +14,17 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from counted_calls import sizes_of_calls
 from rank_runner import run_ranks
 from thinning import slow_if
 from trainer_cases import ENV, NO_NOISE, Case, compare, run_all, wanted_cases
-from transformers import Trainer, TrainingArguments
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from zoo.rows import rows_main
 
+from hf_parallel.engine.plan import share_rows
 from hf_parallel.engine.plan.share_rows import judge_rows
 from hf_parallel.errors import PlanError
+from hf_parallel.model import narrow
 from hf_parallel.model.probes import Probes
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
@@ -267,6 +270,53 @@ def test_a_model_that_mixes_tokens_elsewhere_is_refused_with_the_module(tmp_path
     for messages in run_ranks(judged, 2, list(REFUSED), tmp_path=tmp_path, env=ENV):
         for message, pattern in zip(messages, REFUSED.values(), strict=True):
             assert re.search(pattern, message), message
+
+
+def narrowly_judged(rank: int, world_size: int) -> tuple[list[int], list[int], str]:
+    """Elements of what was tried of a wide model, of one whose narrow copy is refused, and the refusal of one that is wrong."""
+    narrow.SMALL = 0  # type: ignore[misc]
+    group = SequenceGroup(dist.group.WORLD)
+    tried = sizes_of_calls(share_rows, "verify_model")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**tiny.SMALL | {"hidden_size": 128, "intermediate_size": 192}))
+    probes = Probes(model, torch.device("cpu"))
+    judge_rows(model, Shared(group), probes)
+    first = list(tried)
+    tried.clear()
+    counted = share_rows.verify_model
+
+    def refuses(model: torch.nn.Module, shared: Shared, *args: Any) -> None:
+        counted(model, shared, *args)
+        assert shared.whole.tables == ("model.rotary_emb",)
+        shared.is_mean = True
+        share_rows.verify_model = accepts
+        raise PlanError("of the narrow one")
+
+    def accepts(model: torch.nn.Module, shared: Shared, *args: Any) -> None:
+        assert not shared.is_mean  # nothing is left of what was found out about the narrow one
+        assert not shared.whole.tables
+        counted(model, shared, *args)
+
+    share_rows.verify_model = refuses
+    judge_rows(model, Shared(group), probes)
+    second = list(tried)
+    share_rows.verify_model = counted
+    bloom = BloomForCausalLM(
+        BloomConfig(hidden_size=128, n_layer=2, n_head=4, vocab_size=64, bos_token_id=1, eos_token_id=2)
+    )
+    with pytest.raises(PlanError) as refused:
+        judge_rows(bloom, Shared(group), Probes(bloom, torch.device("cpu")))
+    return first, second, str(refused.value)
+
+
+def test_a_narrow_model_is_tried_on_parts_of_rows_and_the_wide_one_has_the_last_word(tmp_path: Path) -> None:
+    """The check of the real widths in fp32, with two sets of gradients, would be many times the model."""
+    for first, second, refusal in run_ranks(narrowly_judged, 2, tmp_path=tmp_path, env=ENV):
+        whole = second[-1]
+        assert len(set(first)) == 1
+        assert first[0] < whole / 8
+        assert set(second) == {first[0], whole}
+        assert re.search(REFUSED["bloom"], refusal), refusal
 
 
 # A mask made of the part, a mask by keyword, positions counted from ids, from a mask, and without either, fillings without a gradient.

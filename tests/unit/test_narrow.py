@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Conf
 
 from hf_parallel.engine import weights
 from hf_parallel.engine.plan import head as plan_head
-from hf_parallel.engine.plan import self_check
+from hf_parallel.engine.plan import plans, self_check
 from hf_parallel.engine.plan import shards as plan_shards
 from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.engine.plan.stages import Cut
@@ -91,17 +91,13 @@ def test_the_plan_of_a_narrow_model_is_that_of_the_wide_one(kind: str, attention
 @pytest.mark.parametrize("kind", ["llama_tied", "smollm2", "gpt2", "phi3"])
 def test_a_model_without_values_is_planned_by_a_narrow_one(kind: str) -> None:
     blueprint = Blueprint(KINDS[kind], AutoModelForCausalLM.from_config)
-    unread: Any = SimpleNamespace(
-        model=skeleton(blueprint),
-        config=HFParallelConfig(tp_size=2),
-        mesh=SimpleNamespace(shape=SimpleNamespace(tp_size=2)),
-    )
-    with off_meta(unread.model, torch.device("cpu")):
-        forms = Forms(unread, Probes(unread.model, torch.device("cpu"), sample()), None)
+    unread = skeleton(blueprint)
+    with off_meta(unread, torch.device("cpu")):
+        forms = Forms(unread, Probes(unread, torch.device("cpu"), sample()).batch, parts=2)
         made, narrow = plan_shards._made_small(forms, 2, {}, has_values=False)
     assert made is not None
     assert narrow is not None
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (narrow.shown.model, unread.model)]
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (narrow.shown.model, unread)]
     assert sizes[0] < sizes[1] / 2
     expected = plan_for(KINDS[kind], 2, sample=sample())
     expected.flops.update(made.flops)
@@ -119,12 +115,12 @@ def test_the_loss_without_logits_is_tried_on_a_narrow_model(
     layout: str, self_check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head in fp32 and two of its gradients would be gigabytes of a large vocabulary."""
-    model, (pp_size, tp_size) = wide("llama_tied"), (LAYOUTS[layout].get(key, 1) for key in ("pp_size", "tp_size"))
+    model, pp_size = wide("llama_tied"), LAYOUTS[layout].get("pp_size", 1)
     sections = {"pipeline": {"self_check": self_check}, "tensor_parallel": {"self_check": self_check}}
     setup: Any = SimpleNamespace(
         model=model,
         config=HFParallelConfig.from_mapping(LAYOUTS[layout] | sections),
-        mesh=SimpleNamespace(shape=SimpleNamespace(tp_size=tp_size)),
+        mesh=SimpleNamespace(shape=SimpleNamespace(tp_size=LAYOUTS[layout].get("tp_size", 1))),
         verdicts=SimpleNamespace(get=lambda *_: None, put=lambda *_: None),
         watchdog=SimpleNamespace(runs=lambda _: None, waiting=None),
     )
@@ -134,7 +130,7 @@ def test_the_loss_without_logits_is_tried_on_a_narrow_model(
     monkeypatch.setattr(plan_head, "on_rank_zero", lambda look, _, waiting: look())
     monkeypatch.setattr(plan_head, "judge_head", plan_head.judge_head)  # put back at the end
     sizes = sizes_of_calls(plan_head, "judge_head")
-    assert plan_head.plan_head(setup, Forms(setup, probes, found), None, None).is_deferred
+    assert plan_head.plan_head(setup, plans._forms(setup, probes, found), None, None).is_deferred
     whole = sum(p.numel() for p in model.parameters())
     assert len(sizes) == 1
     assert sizes[0] < whole / 8 if tries_fewer else sizes[0] == whole

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import Kept, may_need_fewer, with_blocks
 from hf_parallel.model.narrow import Narrow, narrow_model
-from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
@@ -21,18 +19,27 @@ from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 class Forms:
     """The whole model, few of its blocks, and a narrow copy of these.
 
-    With `self_check: full` there is the whole model alone.
+    They hold parameters of the whole one: nobody keeps them when it is cut.
 
     Args:
-        setup: The whole model.
-        probes: The batches to try it with.
+        whole: The whole model.
+        sample: Batch that it is tried with.
         found: Its blocks and what passes between them; None: looked for when they are wanted.
+        parts: See `narrow_model`.
+        tries_fewer: Whether there are others than the whole model.
     """
 
-    def __init__(self, setup: Setup, probes: Probes, found: PipelinePlan | None) -> None:
-        self.whole, self.sample = setup.model, probes.batch
-        self._found, self._parts = found, setup.mesh.shape.tp_size
-        self._tries = setup.config.pipeline.tries_fewer and setup.config.tensor_parallel.tries_fewer
+    def __init__(
+        self,
+        whole: nn.Module,
+        sample: Mapping[str, Any],
+        found: PipelinePlan | None = None,
+        *,
+        parts: int = 1,
+        tries_fewer: bool = True,
+    ) -> None:
+        self.whole, self.sample = whole, sample
+        self._found, self._parts, self._tries = found, parts, tries_fewer
 
     @cached_property
     def kept(self) -> Kept | None:
@@ -64,11 +71,10 @@ class Forms:
             return None
         return narrow_model(self.few, stack, self.sample, parts=self._parts)
 
-    def from_narrow(self) -> list[tuple[nn.Module, Mapping[str, Any]]]:
+    def from_narrow(self) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
         """Every form with its batch, the narrowest first."""
-        forms: list[tuple[nn.Module, Mapping[str, Any]]] = [(self.whole, self.sample)]
-        if self.kept is not None:
-            forms.insert(0, (self.few, self.sample))
         if self.narrow is not None:
-            forms.insert(0, (self.narrow.model, self.narrow.batch(self.sample)))
-        return forms
+            yield self.narrow.model, self.narrow.batch(self.sample)
+        if self.kept is not None:
+            yield self.few, self.sample
+        yield self.whole, self.sample

@@ -83,7 +83,7 @@ def plan_head(setup: Setup, forms: Forms, shards: TPPlan | None, stand_in: Stand
             return HeadPlan(known, is_asked=True)
         setup.watchdog.runs("tries the loss without logits")
         # The head and its gradients in fp32 are larger than all else of a start: the smallest form that has the loss is tried.
-        smallest = forms.from_narrow()[0] if stand_in is None else stand_in.model(forms.sample)
+        smallest = next(forms.from_narrow()) if stand_in is None else stand_in.model(forms.sample)
         found = judge_head(*smallest, shards)
         if stand_in is not None and found.name:  # it is without what PEFT wraps around the model
             found = replace(found, name=find_ends(setup.model).head)

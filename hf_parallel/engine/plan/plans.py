@@ -96,7 +96,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
     if probes is not None:
         with probes.running():
             found = _stack_of_blocks(setup, probes)
-            forms = Forms(setup, probes, found)
+            forms = _forms(setup, probes, found)
             if shape.tp_size > 1:
                 shards, shown = plan_shards(setup, forms, stand_in)
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
@@ -125,6 +125,12 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
         shown=shown,
         rows=rows,
     )
+
+
+def _forms(setup: Setup, probes: Probes, found: PipelinePlan | None) -> Forms:
+    """The models that are tried for the plans; with `self_check: full` the whole one alone."""
+    tries_fewer = setup.config.pipeline.tries_fewer and setup.config.tensor_parallel.tries_fewer
+    return Forms(setup.model, probes.batch, found, parts=setup.mesh.shape.tp_size, tries_fewer=tries_fewer)
 
 
 def _stack_of_blocks(setup: Setup, probes: Probes) -> PipelinePlan | None:

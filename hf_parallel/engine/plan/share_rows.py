@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_parallel.compat.private_transformers import loss_shifts_labels
+from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.guards.gradients.hooks import refuse_hooks
-from hf_parallel.model.fewer import may_need_fewer, with_blocks
 from hf_parallel.model.probes import Probes
-from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.model.unchanged import unchanged
-from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
@@ -66,12 +65,27 @@ def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
             f"config.output_router_logits=True with sp_size={shared.group.size}: the loss that balances experts is no sum over tokens, "
             "so the parts of a row do not add up to it. Set config.output_router_logits to False, or sp_size to 1."
         )
+    forms = Forms(model, probes.batch)
+    samples = [*probes.check, *_without_mask(probes.batch)]
     with probes.running(), unchanged(model):
-        shown = _shown_by(model, probes)
-        verify_model(
-            shown, shared, [*probes.check, *_without_mask(probes.batch)], lambda tried: _averages(tried, probes.batch)
-        )
-        _judge_documents(shown, shared, _documents(probes.batch))
+        if forms.narrow is not None:
+            with suppress(
+                PlanError
+            ):  # on every rank; then it is for the real widths to say what is wrong, if anything is
+                _judge(forms.narrow.model, shared, [*map(forms.narrow.batch, samples)])
+                return
+            shared.forget()
+        _judge(forms.few, shared, samples)
+
+
+def _judge(model: nn.Module, shared: Shared, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Try one form of the model; collective over the ranks that share rows.
+
+    Raises:
+        PlanError: It computes something else on parts of rows; on every rank.
+    """
+    verify_model(model, shared, samples, lambda tried: _averages(tried, samples[0]))
+    _judge_documents(model, shared, _documents(samples[0]))
 
 
 def _judge_documents(model: nn.Module, shared: Shared, batch: Mapping[str, Any] | None) -> None:
@@ -104,17 +118,6 @@ def share_rows(setup: Setup, shared: Shared | None) -> None:
     """Let the model's attention exchange heads for sequence, or keys go round. In place."""
     if shared is not None:
         share_attention(setup.model, shared)
-
-
-def _shown_by(model: nn.Module, probes: Probes) -> nn.Module:
-    """The blocks of a deep model that show what all do; the model itself where that cannot be known."""
-    try:
-        if may_need_fewer(model, candidate_stacks(model)[0]):
-            kept = discover_stages(model, probes.batch).kept
-            return model if kept is None else with_blocks(model, kept.stack, kept.blocks)
-    except Exception:  # noqa: BLE001 - then the whole model is tried, which says what is wrong, if anything is
-        return model
-    return model
 
 
 def _without_mask(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
