@@ -11,7 +11,8 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os+g+p; Zhao et
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -102,15 +103,14 @@ class ShardedModel:
         self.parts: list[FSDPModule] = []
         for modules in [*self_contained(model, units).values(), [model]]:
             is_root = modules == [model]
-            for module in modules:
-                _prepare(module, widens=self.has_copies)
-            self.parts += fully_shard(
-                modules,
-                mesh=mesh,
-                reshard_after_forward=None if is_root and stage == 3 else stage == 3,
-                mp_policy=precision(own, compute_dtype, is_root or _takes_one_dtype(modules, device)),
-                offload_policy=policy,
-            )[:1]
+            with _prepared(modules, widens=self.has_copies):
+                self.parts += fully_shard(
+                    modules,
+                    mesh=mesh,
+                    reshard_after_forward=None if is_root and stage == 3 else stage == 3,
+                    mp_policy=precision(own, compute_dtype, is_root or _takes_one_dtype(modules, device)),
+                    offload_policy=policy,
+                )[:1]
             for module in modules:
                 keep_class_name(module)
         self.sent_bytes = 0
@@ -383,10 +383,17 @@ def _one_dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
     return next(iter(by_dtype), torch.float32)
 
 
-@torch.no_grad()
-def _prepare(module: nn.Module, *, widens: bool) -> None:
-    """Make the parameters that are not sharded yet contiguous, and fp32 where the optimizer needs it."""
-    for parameter in module.parameters():
-        if not isinstance(parameter, DTensor):
-            full = parameter.data.float() if widens else parameter.data
-            parameter.data = full.contiguous()
+@contextmanager
+def _prepared(modules: Sequence[nn.Module], *, widens: bool) -> Iterator[None]:
+    """Inside, the parameters that are not sharded yet are contiguous, and fp32 where the optimizer needs it.
+
+    Those from before are referred to as long as others are sharded: in fp32 they would be the whole model.
+    """
+    given = {p: p.data for module in modules for p in module.parameters() if not isinstance(p, DTensor)}
+    for parameter, data in given.items():
+        parameter.data = (data.float() if widens else data).contiguous()
+    try:
+        yield
+    finally:
+        for parameter, data in given.items():
+            parameter.data = data

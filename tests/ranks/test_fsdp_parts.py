@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from trainer_cases import NO_NOISE, Case, run_cases
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_parallel.data_parallel import fsdp
 from hf_parallel.data_parallel.fsdp import self_contained
 from hf_parallel.errors import ParallelError
 
@@ -97,6 +98,32 @@ class Counting:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.found[self.name] += 1
         return self.own(*args, **kwargs)
+
+
+def peak_rank(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=4000, hidden_size=256, intermediate_size=704, num_hidden_layers=8)
+    ).to(torch.bfloat16)
+    given = dict(model.named_parameters())
+    values = {name: p.detach().clone() for name, p in given.items()}
+    whole, largest = sum(p.nbytes for p in given.values()), model.lm_head.weight.nbytes * 2
+    held, real = [], fsdp.fully_shard
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made = real(*args, **kwargs)
+        held.append(held_bytes())
+        return made
+
+    fsdp.fully_shard, before = counted, held_bytes()
+    make_accelerator(engine="fsdp2").prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    parts = 2 * whole / world_size  # in fp32
+    assert max(held) - before < parts + 2 * largest + 2e6
+    assert all(torch.equal(p, values[name]) for name, p in given.items())  # who holds one from before
+
+
+def test_half_precision_parameters_become_fp32_unit_by_unit(tmp_path: Path) -> None:
+    run_ranks(peak_rank, 2, tmp_path=tmp_path, timeout=180, env=ENV)
 
 
 def messages_rank(rank: int, world_size: int, stage: int, every: int | None) -> None:
