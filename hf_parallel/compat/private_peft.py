@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +37,30 @@ def base_model(model: nn.Module) -> nn.Module:
     """The model that adapters were put on; any other model itself."""
     base = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
     found: nn.Module = base() if callable(base) else model
+    return found
+
+
+def with_adapters_of(model: Any, base: nn.Module) -> nn.Module:
+    """A model of the class of `base_model(model)` with adapters as `model` has, of random weights; a model without any itself.
+
+    Raises:
+        Exception: PEFT's own, for adapters that cannot be put on it.
+    """
+    if base_model(model) is model:
+        return base
+    from peft import get_peft_model
+
+    configs = {name: copy.deepcopy(config) for name, config in model.peft_config.items()}
+    for config in configs.values():
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = False  # else products with B are zero, and some ways change the weights below
+    first, *others = configs
+    made: Any = get_peft_model(base, configs[first], adapter_name=first)
+    for name in others:
+        made.add_adapter(name, configs[name])
+    if made.base_model.active_adapter != model.base_model.active_adapter:  # somebody has chosen
+        made.set_adapter(model.active_adapter)
+    found: nn.Module = made
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PretrainedConfig
 
+from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import module_hooks, own_modules
 from hf_parallel.compat.private_transformers import makes_inputs_trained
 from hf_parallel.model.libraries import LIBRARIES, STOCK, package_of
@@ -144,7 +145,7 @@ def _shallow(module: nn.Module, configs: Mapping[int, PretrainedConfig]) -> nn.M
 
 def _configs_with_blocks(model: nn.Module, depth: int, kept: Sequence[int]) -> dict[int, PretrainedConfig]:
     """Id of the model's config, and of that of its text, -> a copy for fewer blocks."""
-    config = vars(model).get("config")
+    config = vars(base_model(model)).get("config")
     if not isinstance(config, PretrainedConfig):
         return {}
     made = config_with_blocks(config, depth, kept)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 
-STOCK: Final = ("torch", "transformers")  # packages whose code does not depend on which block of a stack runs it
+STOCK: Final = (
+    "torch",
+    "transformers",
+    "peft",
+)  # packages whose code does not depend on which block of a stack runs it
 LIBRARIES: Final = frozenset(
-    {*STOCK, "accelerate", "bitsandbytes", "deepspeed", "hf_parallel", "liger_kernel", "peft", "torchao", "trl"}
+    {*STOCK, "accelerate", "bitsandbytes", "deepspeed", "hf_parallel", "liger_kernel", "torchao", "trl"}
 )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from hf_parallel.compat.private_peft import base_model, with_adapters_of
 from hf_parallel.compat.private_torch import own_buffers
 from hf_parallel.compat.private_transformers import copy_activation_checkpointing, copy_loss_function
 from hf_parallel.model.fewer import READS_VALUES, is_stock, same_ops
@@ -79,7 +80,7 @@ def narrow_model(model: nn.Module, stack: str, sample: Mapping[str, Any], *, par
         sample: A batch of text.
         parts: A width that is divisible by so many stays so, and one that is not stays not.
     """
-    config = vars(model).get("config")
+    config = _config_of(model)
     made = narrow_config(config, parts=parts) if isinstance(config, PretrainedConfig) and _is_wide(model) else None
     if made is None:
         return None
@@ -89,6 +90,11 @@ def narrow_model(model: nn.Module, stack: str, sample: Mapping[str, Any], *, par
     except Exception:  # noqa: BLE001 - a config may insist on widths in any way, and code may need values
         return None
     return None if record is None else Narrow(narrow, made.get_text_config().vocab_size, record)
+
+
+def _config_of(model: nn.Module) -> Any:
+    """The config of a model, or of the one that adapters were put on; None without one of its own."""
+    return vars(base_model(model)).get("config")
 
 
 def _is_wide(model: nn.Module) -> bool:
@@ -107,7 +113,7 @@ def forward_if_alike(narrow: nn.Module, wide: nn.Module, stack: str, sample: Map
     plain = all(name in TEXT for name, value in sample.items() if isinstance(value, Tensor))
     if not (plain and is_stock(wide) and _is_wide(wide)):
         return None
-    ratios = _ratios(vars(narrow)["config"], vars(wide)["config"])
+    ratios = _ratios(_config_of(narrow), _config_of(wide))
     if not (has_shapes_of(narrow, wide, ratios) and _has_settings_of(narrow, wide, ratios)):
         return None
     records = [_recorded(one, stack, sample) for one in (narrow, wide)]
@@ -218,7 +224,7 @@ def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
     """A model of the config in the state of another one: dtypes, device, what is frozen and what trains, its loss."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made: nn.Module = type(model)(config)
+        made = with_adapters_of(model, type(base_model(model))(config))
     there = dict(model.named_parameters())
     for name, parameter in made.named_parameters():
         other = there[name]
@@ -233,7 +239,7 @@ def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
             mine = buffers.get(key)
             if mine is not None and buffer is not None:
                 buffers[key] = mine.to(buffer.device, buffer.dtype)
-    copy_loss_function(model, made)
+    copy_loss_function(base_model(model), base_model(made))
     return made
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counted_calls import sizes_of_calls
+from peft import LoraConfig, get_peft_model
 from thinning import in_turns
 from torch import nn
 from tp_models import CASES, LLAMA
@@ -86,6 +87,63 @@ def test_the_plan_of_a_narrow_model_is_that_of_the_wide_one(kind: str, attention
         assert made.flops == pytest.approx(expected.flops)
         expected.flops.update(made.flops)
         assert made.to_json() == expected.to_json()
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "qv": {"target_modules": ["q_proj", "v_proj"]},
+    "all": {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "rank_pattern": {"q_proj": 4}},
+    "rslora": {"target_modules": "all-linear", "use_rslora": True, "lora_alpha": 3, "init_lora_weights": "pissa"},
+}
+
+
+def adapted(kind: str, adapter: str) -> nn.Module:
+    torch.manual_seed(0)
+    made: nn.Module = get_peft_model(wide(kind), LoraConfig(r=8, task_type="CAUSAL_LM", **ADAPTERS[adapter]))
+    return made.train()
+
+
+@pytest.mark.parametrize(("kind", "adapter"), [("llama", "qv"), ("qwen3", "all"), ("smollm2", "rslora")])
+def test_a_narrow_model_has_the_adapters_of_the_wide_one(kind: str, adapter: str) -> None:
+    model = adapted(kind, adapter)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    small = narrowed(model, parts=2)
+    assert small is not None
+    mine = dict(small.model.named_parameters())
+    assert {name: p.requires_grad for name, p in mine.items()} == {
+        n: p.requires_grad for n, p in model.named_parameters()
+    }
+    assert all(p.count_nonzero() for name, p in mine.items() if "lora_" in name)  # else products with B show nothing
+    found = plan_model(small.model, 2, small.batch(sample()))
+    made, expected = widened(found, small.model, model), plan_model(model, 2, sample())
+    expected.flops.update(made.flops)
+    assert made.to_json() == expected.to_json()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_chosen_adapter_is_chosen_in_the_narrow_model_too() -> None:
+    model: Any = adapted("llama", "qv")
+    model.add_adapter("second", LoraConfig(r=4, target_modules=["o_proj"]))
+    for chosen in ("default", "second"):
+        model.set_adapter(chosen)
+        small: Any = narrowed(model)
+        assert small is not None
+        assert small.model.active_adapter == chosen
+    with model.disable_adapter():
+        assert narrowed(model) is None
+
+
+def test_adapters_of_some_blocks_have_these_in_what_stands_for_the_model() -> None:
+    config = LlamaConfig(**LLAMA | WIDE | {"num_hidden_layers": 12})
+    adapters = LoraConfig(r=8, target_modules=["q_proj"], layers_to_transform=[5, 11], task_type="CAUSAL_LM")
+    model: nn.Module = get_peft_model(AutoModelForCausalLM.from_config(config), adapters).train()
+    forms = Forms(model, sample())
+    assert forms.kept is None or 5 in forms.kept.blocks
+    assert forms.kept is None or forms.narrow is None
+    plain = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=["q_proj"]))
+    few = Forms(plain.train(), sample())
+    assert few.kept is not None
+    assert few.kept.blocks == (0, 1, 11)
+    assert few.narrow is not None
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "smollm2", "gpt2", "phi3"])
