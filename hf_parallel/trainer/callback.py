@@ -24,6 +24,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_parallel.checkpoints.agree import raise_anywhere
 from hf_parallel.checkpoints.state.lost import what_is_lost
 from hf_parallel.checkpoints.weights.unread import unread_of
+from hf_parallel.compat.private_trackers import savers_of_model
 from hf_parallel.compat.private_transformers import calling_trainer, trainer_internals
 from hf_parallel.deepspeed.trainer import (
     check_engine,
@@ -370,6 +371,19 @@ def _not_called(trainer: Trainer) -> list[str]:
     ]
 
 
+def _saved_by_trackers(trainer: Trainer, config: HFParallelConfig) -> list[str]:
+    """Problems of trackers that save the model on the main process alone, one a line."""
+    has_parts = config.weight_parts > 1 or config.ep_size > 1 or config.zero.shards_parameters
+    if not has_parts and config.local_sgd.sync_every == 1:
+        return []
+    return [
+        f"{setting} with {config.sizes_text}, zero.stage={config.zero.stage}: when training ends, rank 0 alone would save the model for "
+        "the tracker and wait for the other ranks, which hold the rest of it. Leave it out; call trainer.save_model(folder) on every rank "
+        "after trainer.train(), and log the folder as an artifact on rank 0."
+        for setting in savers_of_model(trainer)
+    ]
+
+
 def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
     """Refuse Trainer settings that would have no effect or a wrong one; all at once.
 
@@ -395,7 +409,7 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
             "bf16_full_eval or fp16_full_eval=True with zero.stage 3: ranks gather their parts in the dtype the model was prepared "
             "in, and this casts the parts afterwards. Leave them False; bf16=True autocasts evaluation too."
         )
-    problems += [*_asynchronous(args, config), *_not_called(trainer)]
+    problems += [*_asynchronous(args, config), *_not_called(trainer), *_saved_by_trackers(trainer, config)]
     if args.n_gpu > 1:
         problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
     if args.eval_use_gather_object:

@@ -123,6 +123,21 @@ class Sharpness(torch.optim.SGD):
         return super().step()
 
 
+class Restores(Sharpness):
+    """Puts the weights back before it steps with these gradients, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+        def asks() -> None:
+            closure()
+            for parameter, value in zip((p for g in self.param_groups for p in g["params"]), before, strict=True):
+                parameter.data.copy_(value)
+
+        return super().step(asks)
+
+
 class Locked(torch.optim.SGD):
     """Cannot be copied."""
 
@@ -138,6 +153,7 @@ class Locked(torch.optim.SGD):
 def test_optimizers_that_ask_for_gradients_are_given_them() -> None:
     assert crosses_parameters(torch.optim.LBFGS(parameters(), lr=1e-2)) is True
     assert crosses_parameters(Sharpness(parameters(), lr=1e-2)) is True
+    assert crosses_parameters(Restores(parameters(), lr=1e-2)) is True
 
 
 class Polyak(torch.optim.SGD):

@@ -395,11 +395,13 @@ class GradientSync:
         self.total_norm.tell_before(optimizer)
 
     def compare_replicas(self) -> None:
-        """Compare what the last updates have left where replicas update the same weights by themselves; collective over them.
+        """Compare what the last updates have left where ranks update by themselves what others have, or parts of it; collective.
 
         Raises:
-            RankMismatchError: Names a setting or a weight that differs, on each of the ranks that should have the same.
+            RankMismatchError: Names a setting or a weight that differs, on each of the ranks that should have the same, or the
+                gradients that ranks have changed by different numbers.
         """
+        self.shown.numbers.compare()
         for compared in self.replicas.compared:
             compared.compare()
         if self.replicas.sharded is not None:

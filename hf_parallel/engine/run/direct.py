@@ -284,8 +284,8 @@ class DirectEngine(Engine):
         attachment.gradients.replicas.noticed = self.end_pass_later  # of a loss that reads parameters past the model
         common, random = attachment.common_weights(), attachment.random_check
         leave = attachment.watchdog.leaves_others
-        settings = attachment.gradients.settings
-        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random, settings, leave)
+        compared = attachment.gradients.settings, attachment.gradients.shown.numbers
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random, *compared, leave)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""

@@ -43,7 +43,7 @@ class PipelineGuards:
         held, pp_size, plan = (attachment.ledger, attachment.parameters, mesh), mesh.shape.pp_size, stages[0].plan
         self._watchdog = attachment.watchdog
         self.freezing = Freezing(model, *held, gradients.replicas, stages[0].running.asked)
-        self.digests = BatchDigests(mesh, attachment.common_weights(), gradients.settings)
+        self.digests = BatchDigests(mesh, attachment.common_weights(), gradients.settings, gradients.shown.numbers)
         self.backwards = Backwards(mesh, attachment.device, gradients.settings)
         self.late_hooks = LateHooks(own_modules(model, plan, stages), around_blocks(model, plan), pp_size)
         self.hooks = BatchHooks(

@@ -20,6 +20,7 @@ from hf_parallel.batches import RandomCheck, bytes_of, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.awaited import on_its_way
+from hf_parallel.guards.gradients.numbers import NumbersOfShards
 from hf_parallel.guards.optimizers.settings import Known, OptimizerSettings
 from hf_parallel.guards.weights.alike import CommonWeights, bits_of
 from hf_parallel.mesh.groups import Mesh
@@ -121,16 +122,19 @@ class BatchDigests:
         mesh: This rank's mesh.
         common: Weights that several ranks hold.
         settings: Settings of this rank's optimizers.
+        numbers: Numbers that shards of gradients were changed by.
 
     Attributes:
         width: Slots that a message needs.
     """
 
-    def __init__(self, mesh: Mesh, common: CommonWeights, settings: OptimizerSettings) -> None:
-        self._mesh, self._common, self._settings = mesh, common, settings
+    def __init__(
+        self, mesh: Mesh, common: CommonWeights, settings: OptimizerSettings, numbers: NumbersOfShards
+    ) -> None:
+        self._mesh, self._common, self._settings, self._numbers = mesh, common, settings, numbers
         self._digests = Digests()
         self._unread: list[tuple[Tensor, Known | None]] = []
-        self.width = mesh.shape.mp_size * (2 + len(common.names))
+        self.width = mesh.shape.mp_size * (3 + len(common.names))
 
     def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]], known: Known | None = None) -> None:
         """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass.
@@ -141,7 +145,8 @@ class BatchDigests:
             known: Facts about the optimizers, if they differ from those known now; else None.
         """
         mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.place_in_copy]
-        _write(mine, [self._digests.of(batches), self._settings.word(known), *self._common.digests()])
+        words = [self._settings.word(known), self._numbers.word()]
+        _write(mine, [self._digests.of(batches), *words, *self._common.digests()])
 
     def arrived(self, slots: Tensor, known: Known | None = None) -> None:
         """Take the slots of all ranks.
@@ -170,7 +175,8 @@ class BatchDigests:
             rows = [[int(value) for value in row] for row in slots.view(self._mesh.shape.mp_size, -1).tolist()]
             refuse_unlike(self._mesh, [row[0] for row in rows])
             self._settings.refuse_unlike([row[1] for row in rows], known)
-            self._common.refuse_unlike([row[2:] for row in rows])
+            self._numbers.refuse_unlike([row[2] for row in rows])
+            self._common.refuse_unlike([row[3:] for row in rows])
 
 
 class SharedBatch:
@@ -186,6 +192,7 @@ class SharedBatch:
         common: Weights that all of these ranks hold.
         random: Random states that all of these ranks share.
         settings: Settings of this rank's optimizers.
+        numbers: Numbers that shards of gradients were changed by.
         leave: Called with what this rank raises while others wait for it in a layer.
     """
 
@@ -196,10 +203,11 @@ class SharedBatch:
         common: CommonWeights,
         random: RandomCheck,
         settings: OptimizerSettings,
+        numbers: NumbersOfShards,
         leave: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._mesh, self._device, self._common, self._random = mesh, device, common, random
-        self._settings = settings
+        self._settings, self._numbers = settings, numbers
         self._leave = leave
         self._digests = Digests()
         self._shapes: list[Any] = []  # of the batch before, which was the same on all of these ranks
@@ -210,7 +218,7 @@ class SharedBatch:
         self._cells = self._message.numpy()
 
     def begin(self, batch: Mapping[str, Any], *, trains: bool = False, looks: bool = True) -> None:
-        """Compare, before a forward pass, what the ranks of a stage read and hold; collective over them: five numbers each.
+        """Compare, before a forward pass, what the ranks of a stage read and hold; collective over them: six numbers each.
 
         Args:
             batch: Arguments of the call of the model.
@@ -228,10 +236,13 @@ class SharedBatch:
         self._compare([self._digests.of([batch]), word, *self._weights()], self._digests.labels)
 
     def _weights(self) -> Sequence[Tensor | int]:
-        """Digests of the optimizers' settings and of the common weights: weights differ where settings did."""
+        """Digests of the optimizers' settings, of numbers that gradients were changed by and of the common weights.
+
+        Weights differ where settings did.
+        """
         if not self._looked:  # hooks on gradients wait for those of the other ranks in this very pass
-            return [self._settings.word() if self._settings.hooked else 0, *(0 for _ in self._common.names)]
-        return [self._settings.word(), *self._common.digests()]
+            return [self._settings.word() if self._settings.hooked else 0, 0, *(0 for _ in self._common.names)]
+        return [self._settings.word(), self._numbers.word(), *self._common.digests()]
 
     def _compare(self, numbers: Sequence[Tensor | int], shapes: list[Any]) -> None:
         size, rank, group = self._size, self._rank, self._mesh.mp_group
@@ -313,7 +324,8 @@ class SharedBatch:
         refuse_unlike(self._mesh, [row[0] for row in rows])
         self._random.refuse_unlike([row[1] for row in rows])
         self._settings.refuse_unlike([row[2] for row in rows])
-        self._common.refuse_unlike([row[3:] for row in rows])
+        self._numbers.refuse_unlike([row[3] for row in rows])
+        self._common.refuse_unlike([row[4:] for row in rows])
 
 
 def _write(slots: Tensor, numbers: Sequence[Tensor | int]) -> None:

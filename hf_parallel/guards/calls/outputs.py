@@ -7,6 +7,7 @@ has what the model's own output has there, or refuses: a place that holds someth
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from dataclasses import dataclass
@@ -114,6 +115,13 @@ class _ExplainsMissing:
         """Values as the model's own output has them; reads what it passes."""
         held: Any = self
         return ValuesView(held)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy what it holds; the rest is read from the same stages (Lightning Fabric copies outputs to convert them)."""
+        own = {name: copy.deepcopy(self._held(name), memo) for name in self._own()}
+        made = type(self)(**own)
+        vars(made).update((name, value) for name, value in vars(self).items() if name not in own)
+        return made
 
     def __repr__(self) -> str:
         """Show only what is here already: a rank that prints it must not wait for the others."""

@@ -14,6 +14,7 @@ from hf_parallel.compat.private_clipping import clips_one
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.gradients.numbers import NumbersOfShards
 from hf_parallel.guards.gradients.parts import CountRule
 from hf_parallel.guards.gradients.shards import Shards
 from hf_parallel.guards.gradients.shown import refuse_part, root
@@ -41,6 +42,7 @@ class NormsOfShown:
     ) -> None:
         self._parameters, self._mesh, self._waiting = parameters, mesh, waiting
         self.counted, self.shards = counted, shards
+        self.numbers = NumbersOfShards(mesh)
 
     def _parts(self) -> ZeroPartition | None:
         """Has the gradients that are in parts now; None if none are."""
@@ -62,9 +64,13 @@ class NormsOfShown:
 
     def own(self, powers: Tensor, norm_type: float) -> Tensor:
         """Norms of single gradients from what ranks count of them; collective."""
-        powers = powers.clone()
-        groups = self._groups(alone=True)
-        return root(self._summed(powers, groups, norm_type), norm_type)
+        groups, operation = self._groups(alone=True), _operation(norm_type)
+        shares = self._mesh.parts.group
+        if shares is None or not powers.is_cpu or groups[-1] is not shares:
+            return root(self._summed(powers.clone(), groups, norm_type), norm_type)
+        summed = self._summed(powers.clone(), groups[:-1], norm_type)
+        together = self._summed(self.numbers.beside(summed, operation), [shares], norm_type)
+        return root(self.numbers.compared(together), norm_type)
 
     def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
         """Norm over several gradients, over the stages too if they are all of this one; collective."""
@@ -111,9 +117,13 @@ class NormsOfShown:
         return [parts.shard_group, mesh.tp_group if alone else whole]
 
     def _summed(self, powers: Tensor, groups: Sequence[dist.ProcessGroup | None], norm_type: float) -> Tensor:
-        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        operation = _operation(norm_type)
         with self._waiting("waits for the gradient norm of the other ranks"):
             for group in groups:
                 if group is not None:
                     dist.all_reduce(powers, op=operation, group=group)
         return powers
+
+
+def _operation(norm_type: float) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM

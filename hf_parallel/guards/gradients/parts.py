@@ -12,6 +12,7 @@ from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.loss_numbers import NUMBERS
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.gradients.numbers import NumbersOfShards
 from hf_parallel.guards.gradients.shards import Shards
 from hf_parallel.guards.gradients.stands import refuse_kept
 
@@ -48,11 +49,17 @@ class Owner(Protocol):
         """Note the optimizer's parts of gradients as they are now, which is right."""
         ...
 
+    @property
+    def numbers(self) -> NumbersOfShards:
+        """Notes of the numbers that shards are changed by."""
+        ...
+
 
 class _Part:
     """A shard of a gradient, of which user code may have the whole: what it does to that counts."""
 
     name: str
+    is_shard: bool
     _owner: Owner
     opened: Tensor | None = None
     is_summand = False  # other ranks have the rest of it
@@ -92,6 +99,11 @@ class _Part:
             self._owner.touch()
         return self.opened
 
+    def note(self, given: Sequence[object]) -> None:
+        """Note the numbers among what a shard is changed by."""
+        if self.is_shard:
+            self._owner.numbers.note(self.name, given)
+
     def close(self) -> None:
         """Let the shard be what counts from now on."""
         self.opened = None
@@ -117,6 +129,7 @@ class LocalGradient(_Part):
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self.is_summand and "clamp" in str(function):
             refuse_summand(self.name)
+        self.note((*args, *kwargs.values()))
         function(self.gradient if self.opened is None else self.opened, *args, **kwargs)
 
     def arrive(self, gradient: Tensor) -> None:
@@ -166,6 +179,7 @@ class FlatGradient(_Part):
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         # Of this rank's part; the text of a function has an address of this process.
         NUMBERS.note_change(function.__name__, (*args, *kwargs.values()))
+        self.note((*args, *kwargs.values()))
         if self.gathered is not None:
             function(self.gathered if self.opened is None else self.opened, *args, **kwargs)
             return

@@ -260,6 +260,8 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
 def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     """Run an elementwise function on the shard, and any other on the whole tensor."""
     changes = writes_arguments(func)
+    if is_elementwise(func):
+        first.part.note([leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_for_all_rows(leaf, first)])
     # Lists, element by element: what some have got cannot be taken back.
     if changes and not isinstance(args[0], Tensor):
         return _carry_out(func, args, kwargs)
@@ -333,6 +335,14 @@ def _whole(tree: Any) -> Any:
         return leaf.part.whole(leaf.plain()) if shard else plain_of(leaf)
 
     return pytree.tree_map(whole, tree)
+
+
+def _is_for_all_rows(value: Any, first: SharedGradient) -> bool:
+    """Whether a number or tensor that is read next to a shard changes each of its rows (or columns) by the same."""
+    if not isinstance(value, Tensor):
+        return isinstance(value, int | float)
+    along = (first.part.sharded_dim or 0) - first.ndim
+    return type(value) is Tensor and (value.ndim < -along or value.shape[along] == 1)
 
 
 def _keeps_rows(func: Any, args: Any, first: SharedGradient) -> bool:

@@ -61,6 +61,10 @@ class Part(Protocol):
         """Apply an elementwise change by numbers."""
         ...
 
+    def note(self, given: Sequence[object]) -> None:
+        """Note the numbers among what a shard, or values made of it, are changed by."""
+        ...
+
     def arrive(self, gradient: Tensor) -> None:
         """Autograd adds to the gradient."""
         ...

@@ -201,9 +201,13 @@ def _steps(
         for index in range(1, len(drawn), 2):
             drawn[index] *= factor
 
-        def gives_gradients(drawn: list[Tensor] = drawn) -> Tensor:
-            for parameter, gradient in zip(parameters, drawn, strict=True):
+        begun = [parameter.detach().clone() for parameter in parameters]
+
+        def gives_gradients(drawn: list[Tensor] = drawn, begun: list[Tensor] = begun) -> Tensor:
+            # Where a step asks again it has moved the parameters, and may put them back (SAM): others give other gradients.
+            for parameter, gradient, start in zip(parameters, drawn, begun, strict=True):
                 parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
+                parameter.grad += size * (parameter.detach() - start)
             return torch.ones(())  # some multiply with it (Polyak's step)
 
         gives_gradients()
