@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,6 +56,23 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
             "positions that begin anew as packed sequences, which do not see each other, but only without a key-value cache. "
             "Stages keep no cache, so they would train other attention than one process. Pass use_cache=False to the model for "
             "sequences that stay apart, or an attention_mask of ones for sequences that see each other."
+        )
+
+
+def refuse_merged(layers: Iterable[Any], pp_size: int) -> None:
+    """Refuse to train layers of PEFT that run without their adapters: one process finds no gradient, a stage would go on.
+
+    Args:
+        layers: Layers with adapters, of all stages.
+        pp_size: Number of pipeline ranks.
+
+    Raises:
+        UnsupportedError: One is merged.
+    """
+    if any(layer.merged for layer in layers):
+        raise UnsupportedError(
+            f"a training forward with adapters that are merged into their layers (merge_adapter()), with pp_size={pp_size}: the layers "
+            "run without them, so they get no gradient. Call model.unmerge_adapter() first."
         )
 
 

@@ -189,7 +189,7 @@ def _tiny(parameter: Tensor) -> Sequence[int]:
 
 
 def _error(optimizer: optim.Optimizer, sizes: Sizes) -> Exception | None:
-    """What steps on parameters of these sizes raise."""
+    """The error that steps on parameters of these sizes raise, if they do."""
     try:
         steps(optimizer, sizes)
     except (CannotTry, SendsMessages):
