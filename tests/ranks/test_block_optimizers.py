@@ -1,4 +1,4 @@
-"""Optimizers that keep more than moments of each parameter train on stages: one step size a head (Adam-mini), slow weights (Lookahead)."""
+"""One step size a head (Adam-mini) and slow weights (Lookahead) are right on stages, signs (Lion) also on parts of tensors."""
 
 from __future__ import annotations
 
@@ -84,6 +84,27 @@ class InLists(Lookahead):
                 parameter.copy_(tensor.lerp_(parameter, 0.5))
 
 
+class Signs(torch.optim.Optimizer):
+    """Steps by the signs of averaged gradients, as the Lion of lion_pytorch, whose place it takes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                    parameter.mul_(1 - group["lr"] * 0.1)
+                    parameter.add_((average * 0.9).add(parameter.grad, alpha=0.1).sgn_(), alpha=-group["lr"])
+                    average.mul_(0.99).add_(parameter.grad, alpha=0.01)
+        return None
+
+
+Signs.__module__, Signs.__qualname__ = "lion_pytorch.lion_pytorch", "Lion"
+
+
 def of_heads(model: Any) -> torch.optim.Optimizer:
     return OfHeads(model.named_parameters(), model.config.hidden_size, model.config.num_attention_heads)
 
@@ -110,7 +131,12 @@ def made(trainer: Any, make: Any) -> None:
     trainer.make = make
 
 
-MAKES = {"heads": of_heads, "slow": lookahead, "lists": lambda model: lookahead(model, InLists)}
+MAKES = {
+    "heads": of_heads,
+    "slow": lookahead,
+    "lists": lambda model: lookahead(model, InLists),
+    "signs": lambda model: Signs(model.parameters()),
+}
 for name, make in MAKES.items():
     user_steps.KINDS[f"{name}_given"] = (Trainer, {"change": lambda trainer, make=make: given(trainer, make)})
     user_steps.KINDS[f"{name}_made"] = (Makes, {"change": lambda trainer, make=make: made(trainer, make)})
@@ -124,6 +150,9 @@ JOBS: user_steps.Jobs = {
     "heads_made-tp2": ("heads_made", {"tp_size": 2}, WHOLE, 0),
     "slow_given-pp2": ("slow_given", PP2, "", 0),
     "lists_made-pp2": ("lists_made", PP2, "", 0),
+    "signs_made-tp2": ("signs_made", {"tp_size": 2}, "", 0),
+    "signs_given-zero1": ("signs_given", {"zero": {"stage": 1}}, "", 0),
+    "signs_given-zero3": ("signs_given", {"zero": {"stage": 3}}, "", 0),
     "lists_given-pp2": ("lists_given", PP2, BY_PLACE, 0),
 }
 
@@ -138,5 +167,5 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_what_belongs_to_each_parameter_is_right_on_stages(job: str, runs: user_steps.Runs) -> None:
+def test_what_belongs_to_each_parameter_or_element_is_right(job: str, runs: user_steps.Runs) -> None:
     user_steps.check_job(JOBS, job, runs)
