@@ -19,6 +19,16 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, peft.BaseTunerLayer)}
 
 
+def merge_elsewhere(layer: Any) -> None:
+    """Let a tuner layer whose weights another rank holds note that it is merged, or no longer, and compute nothing."""
+    from peft.tuners.tuners_utils import check_adapters_to_merge
+
+    def merge(safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        layer.merged_adapters.extend(check_adapters_to_merge(layer, adapter_names))
+
+    vars(layer).update(merge=merge, unmerge=layer.merged_adapters.clear)
+
+
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the tuner layers of a model run their base layers alone; whether anything is trained is not touched."""

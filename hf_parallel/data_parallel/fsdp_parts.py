@@ -23,6 +23,8 @@ class KeptPart(DTensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
+        if isinstance(new, DTensor) and new.shape == self.shape and _memory(new) == _memory(self):
+            return  # parameter.data += x: it was changed in place
         raise UnsupportedError(
             f"parameter.data = new, on a parameter of shape {tuple(self.shape)}, with zero.stage: 3 or engine: fsdp2: the parts are in "
             "the memory of fully_shard, so the new data would be dropped. Change it in place, parameter.data.copy_(new), or set "
@@ -66,6 +68,10 @@ def local_of(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def _memory(tensor: Tensor) -> int:
+    return local_of(tensor).data_ptr()
 
 
 def whole_of(tensor: Tensor) -> Tensor:

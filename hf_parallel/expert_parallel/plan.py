@@ -23,6 +23,11 @@ from hf_parallel.tensor_parallel.plan.whole_experts import expert_counts, routin
 from hf_parallel.tensor_parallel.shard_plan import AttributeRewrite, Routing
 
 
+OTHER_WAYS = (
+    "Set ep_size to 1; pp_size and zero.stage 3 divide its weights too, and tp_size the width of most experts."
+)
+
+
 def find_kinds(model: nn.Module, ep_size: int, sample: Mapping[str, Any]) -> list[ExpertKind]:
     """Kinds of expert modules that verify; runs the model once, changes nothing.
 
@@ -95,7 +100,7 @@ def plan_experts(model: nn.Module, kinds: list[ExpertKind], ep_size: int) -> Exp
             f"{few.routing.experts} or a divisor of it."
         )
     if not modules:
-        raise PlanError(f"ep_size={ep_size}: {_why_none(model)}. Set ep_size to 1.")
+        raise PlanError(f"ep_size={ep_size}: {_why_none(model)}. {OTHER_WAYS}")
     return ExpertPlan(ep_size, tuple(modules))
 
 
@@ -128,7 +133,10 @@ def _why_none(model: nn.Module) -> str:
     if not expert_counts(module):
         sizes = sorted({len(p) for p in module.parameters() if p.ndim >= 3})
         return f"{owner} ({kind}) owns stacks of {' and '.join(map(str, sizes))} matrices, which are not one for each expert"
-    return f"{owner} ({kind}) is not called with hidden states f[N H], experts i[N K] and their weights f[N K]"
+    return (
+        f"{owner} ({kind}) is not called with hidden states f[N H], experts i[N K] and their weights f[N K], so it does not say which rows "
+        "each expert gets (every expert may run all rows, or these are no experts)"
+    )
 
 
 def _kind_of(module: nn.Module) -> str:

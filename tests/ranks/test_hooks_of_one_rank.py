@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,58 +16,17 @@ from trainer_cases import ENV
 pytestmark = [pytest.mark.long, pytest.mark.timeout(200)]
 
 
-def steps_main(
-    rank: int, world_size: int, first: int, parallel: dict[str, Any], everywhere: bool
-) -> tuple[int, int, str]:
-    """Steps made, gradients seen by hooks, and the error."""
-    from accelerate import Accelerator
-
-    from hf_parallel import HFParallelPlugin
-    from hf_parallel.errors import RankMismatchError
-
-    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **parallel))
-    model = tiny.llama(layers=2)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    seen: list[torch.Size] = []
-    step, text = 0, ""
-    try:
-        while step < 4:
-            if step == first and (everywhere or accelerator.is_main_process or rank == 1 < world_size - 2):
-                for parameter in model.parameters():
-                    parameter.register_hook(lambda gradient: seen.append(gradient.shape))
-            accelerator.backward(model(**tiny.collate(tiny.rows(4))).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-    except RankMismatchError as error:
-        text = str(error)
-    accelerator.hf_parallel.watchdog.stop()
-    return step, len(seen), text
-
-
-@pytest.mark.parametrize("first", [0, 2])
-def test_hooks_of_one_rank_are_refused(first: int, tmp_path: Path) -> None:
-    for step, seen, text in run_ranks(
-        steps_main, 2, first, {"tp_size": 2}, False, tmp_path=tmp_path, timeout=60, env=ENV
-    ):
-        assert (step, seen) == (first, 0)
-        assert "has a gradient hook (register_hook) on rank 0 (tp 0 of 2) and none on rank 1" in text
-
-
-def test_hooks_of_all_ranks_of_a_copy_run(tmp_path: Path) -> None:
-    for step, seen, text in run_ranks(steps_main, 2, 0, {"tp_size": 2}, True, tmp_path=tmp_path, timeout=60, env=ENV):
-        assert (step, text) == (4, "")
-        assert seen > 0
-    # Of two copies, one has them.
-    found = run_ranks(steps_main, 4, 0, {"tp_size": 2}, False, tmp_path=tmp_path, timeout=60, env=ENV)
-    assert [(step, text) for step, _, text in found] == [(4, "")] * 4
-    assert [seen > 0 for _, seen, _ in found] == [True, True, False, False]
-
-
 def passes_main(
-    rank: int, world_size: int, model: str, parallel: dict[str, Any], window: int, everywhere: bool
+    rank: int,
+    world_size: int,
+    parallel: dict[str, Any],
+    with_hooks: Sequence[int],
+    first: int = 0,
+    passes: int = 4,
+    window: int = 1,
+    model: str = "llama",
 ) -> tuple[int, int, str]:
-    """Backward passes made, of windows of some, gradients seen by hooks from the second pass on, and the error."""
+    """Backward passes made, in steps of `window`; gradients seen by the hooks of some ranks from a pass on; and the error."""
     from accelerate import Accelerator
 
     from hf_parallel import HFParallelPlugin
@@ -75,13 +35,13 @@ def passes_main(
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=window, parallelism_config=HFParallelPlugin({}, **parallel)
     )
-    built = getattr(tiny, model)()
+    built = tiny.MODELS[model]()
     built, optimizer = accelerator.prepare(built, torch.optim.SGD(built.parameters(), lr=0.01))
     seen: list[torch.Size] = []
     made, text = 0, ""
     try:
-        while made < 2 * window:
-            if made == 1 and (everywhere or rank == 0):
+        while made < passes:
+            if made == first and rank in with_hooks:
                 for name, parameter in built.named_parameters():
                     if model == "llama" or "experts" in name:
                         parameter.register_hook(lambda gradient: seen.append(gradient.shape))
@@ -94,6 +54,26 @@ def passes_main(
         text = str(error)
     accelerator.hf_parallel.watchdog.stop()
     return made, len(seen), text
+
+
+TP2 = {"tp_size": 2}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_hooks_of_one_rank_are_refused(first: int, tmp_path: Path) -> None:
+    for made, seen, text in run_ranks(passes_main, 2, TP2, [0], first, tmp_path=tmp_path, timeout=60, env=ENV):
+        assert (made, seen) == (first, 0)
+        assert "has a gradient hook (register_hook) on rank 0 (tp 0 of 2) and none on rank 1" in text
+
+
+def test_hooks_of_all_ranks_of_a_copy_run(tmp_path: Path) -> None:
+    for made, seen, text in run_ranks(passes_main, 2, TP2, [0, 1], tmp_path=tmp_path, timeout=60, env=ENV):
+        assert (made, text) == (4, "")
+        assert seen > 0
+    # Of two copies, one has them.
+    found = run_ranks(passes_main, 4, TP2, [0, 1], tmp_path=tmp_path, timeout=60, env=ENV)
+    assert [(made, text) for made, _, text in found] == [(4, "")] * 4
+    assert [seen > 0 for _, seen, _ in found] == [True, True, False, False]
 
 
 LATE: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -116,9 +96,10 @@ LATE: dict[str, tuple[str, dict[str, Any], int, str]] = {
 def test_hooks_of_one_rank_that_come_late_or_are_of_experts_are_refused(case: str, tmp_path: Path) -> None:
     model, parallel, window, said = LATE[case]
     options: dict[str, Any] = {"tmp_path": tmp_path, "timeout": 60, "env": ENV}
-    for made, seen, text in run_ranks(passes_main, 2, model, parallel, window, False, **options):
+    more = (1, 2 * window, window, model)
+    for made, seen, text in run_ranks(passes_main, 2, parallel, [0], *more, **options):
         assert (made, seen) == (1, 0)
         assert said in text
-    for made, seen, text in run_ranks(passes_main, 2, model, parallel, window, True, **options):
+    for made, seen, text in run_ranks(passes_main, 2, parallel, [0, 1], *more, **options):
         assert (made, text) == (2 * window, "")
         assert seen > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from hf_parallel.guards.optimizers.crossing import CannotTry, crosses_parameters, draws_numbers, goes_by_place
+from hf_parallel.guards.optimizers.crossing import crosses_parameters, draws_numbers, goes_by_place
 from hf_parallel.guards.optimizers.elementwise import treats_elements_alone
+from hf_parallel.guards.optimizers.trial import CannotTry
 
 
 class Clips(torch.optim.AdamW):
@@ -291,6 +293,93 @@ def test_parameters_that_were_counted_when_it_was_built_go_by_their_places() -> 
     optimizer = Seeds(parameters())
     assert crosses_parameters(optimizer) is False
     assert goes_by_place(optimizer) is True
+
+
+class Heads(torch.optim.Optimizer):
+    """Scales the gradients of a query or key by their size in each head, as Adam-mini does; one of a norm over all of them `clips`."""
+
+    def __init__(self, named: Iterator[tuple[str, nn.Parameter]], clips: bool = False) -> None:
+        self.named, self.clips, self.of_a_head = named, clips, 16 * 64
+        super().__init__([{"name": name, "params": [parameter]} for name, parameter in named], {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.clips:
+            clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if "k_proj" in group["name"]:
+                    gradient = gradient.view(-1, self.of_a_head)
+                    gradient = gradient / gradient.square().mean(1, keepdim=True).sqrt()
+                parameter.add_(gradient.view_as(parameter), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("clips", [False, True])
+def test_blocks_of_so_many_elements_are_tried_in_sizes_that_have_them(clips: bool, layers: int) -> None:
+    """The generator that it read its parameters from is kept, and cannot be copied."""
+    sizes = {"q_proj": (64, 64), "k_proj": (32, 64), "down": (64, 96)}
+    named = {
+        f"{layer}.{name}": nn.Parameter(torch.randn(size)) for layer in range(layers) for name, size in sizes.items()
+    }
+    optimizer = Heads(((name, parameter) for name, parameter in named.items()), clips)
+    assert crosses_parameters(optimizer) is clips
+    assert clips or goes_by_place(optimizer) is False
+    assert not optimizer.state
+
+
+class Slow(torch.optim.SGD):
+    """Pulls parameters to tensors that it was built with, every second step: in its state, or beside it."""
+
+    def __init__(self, parameters: Any, place: str) -> None:
+        super().__init__(parameters, lr=1e-2)
+        everything = self.param_groups[0]["params"]
+        self.steps, self.place = 0, place
+        self.slow: Any = {p: p.detach().clone() for p in everything}
+        if place == "state":
+            for parameter, tensor in self.slow.items():
+                self.state[parameter]["slow"] = tensor
+        if place == "list":
+            self.slow = list(self.slow.values())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        self.steps += 1
+        for index, parameter in enumerate(self.param_groups[0]["params"] if self.steps % 2 == 0 else ()):
+            key = index if self.place == "list" else parameter
+            slow = self.state[parameter]["slow"] if self.place == "state" else self.slow[key]
+            parameter.lerp_(slow, 0.5)
+
+
+class Breaks(torch.optim.SGD):
+    """Raises in every second step."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps % 2 == 0:
+            raise RuntimeError("odd steps only")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("place", ["dict", "list", "state"])
+def test_a_copy_has_tensors_that_go_with_parameters_in_its_sizes(place: str) -> None:
+    optimizer = Slow(parameters(), place)
+    assert crosses_parameters(optimizer) is False
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.randn_like(parameter)
+    for _ in range(2):
+        optimizer.step()
+    assert crosses_parameters(optimizer) is False
+
+
+def test_a_later_step_that_raises_is_not_taken_for_one_that_asks_for_a_closure() -> None:
+    """With one its count goes on, so the step that raised would never be tried."""
+    with pytest.raises(CannotTry, match="odd steps only"):
+        crosses_parameters(Breaks(parameters(), lr=1e-2))
 
 
 def test_a_step_that_reads_nothing_is_believed_not_to_move() -> None:

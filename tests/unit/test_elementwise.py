@@ -50,6 +50,23 @@ class AdamW(torch.optim.Optimizer):
                 parameter.data.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
 
 
+class Signs(torch.optim.Optimizer):
+    """Steps by signs of averaged gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(group["lr"] * parameter.grad.sign())
+
+
+# Packages that are not installed for tests: by module and name.
+LION = type("Lion", (Signs,), {"__module__": "lion_pytorch.lion_pytorch"})
+OTHER_LION = type("Lion", (Signs,), {"__module__": "mine"})
+
+
 def made(kind: Any) -> torch.optim.Optimizer:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
@@ -58,11 +75,11 @@ def made(kind: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("kind", [*ELEMENTWISE, Renamed])
-def test_torchs_own_classes_are_known(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, Renamed, LION])
+def test_classes_whose_source_was_read_are_known(kind: Any) -> None:
     assert treats_elements_alone(made(kind))
 
 
-@pytest.mark.parametrize("kind", [OwnStep, WrappedStep, OwnGroups, AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("kind", [OwnStep, WrappedStep, OwnGroups, AdamW, OTHER_LION, torch.optim.Adafactor])
 def test_a_rule_of_its_own_is_not_known_whatever_its_name(kind: Any) -> None:
     assert not treats_elements_alone(made(kind))

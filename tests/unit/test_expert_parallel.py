@@ -15,6 +15,7 @@ import tiny
 import torch
 import zoo
 from torch import Tensor, nn
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 from zoo.experts import difference, sweep_experts
 from zoo.experts_page import HEADER, MARK, expert_lines, expert_totals
 from zoo.parts import is_of_this_release, part_of
@@ -135,6 +136,23 @@ def test_more_ranks_than_experts_are_refused() -> None:
     model, sample = Toy(), {"input_ids": torch.arange(12).view(2, 6)}
     with pytest.raises(PlanError, match=r"ep_size=8: experts has 4 experts, and each rank needs one"):
         plan_experts(model, find_kinds(model, 8, sample), 8)
+
+
+def test_experts_that_all_rows_pass_are_refused_with_other_ways_to_divide_them() -> None:
+    config = Llama4TextConfig(
+        **{
+            **tiny.SMALL,
+            "intermediate_size": 16,
+            "intermediate_size_mlp": 16,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "pad_token_id": 0,
+        },
+        **{"num_local_experts": 4, "moe_layers": [0, 1]},
+    )
+    says = r"experts \(Llama4TextExperts\) is not called with .* so it does not say which rows each expert gets .*tp_size the width"
+    with pytest.raises(PlanError, match=says):
+        plan_experts(Llama4ForCausalLM(config), [], 2)
 
 
 def test_a_model_without_experts_is_refused_before_anything_runs() -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.data_parallel.fsdp_parts import is_part
-from hf_parallel.guards.optimizers.crossing import CannotTry, stepped_copy
 from hf_parallel.guards.optimizers.elementwise import known_names, treats_elements_alone
+from hf_parallel.guards.optimizers.trial import CannotTry, stepped_copy
 
 
 HELD = frozenset({"state", "param_groups"})

@@ -14,14 +14,9 @@ from torch import nn
 from hf_parallel.compat.private_optimizers import own_step
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.reads import Reads
-from hf_parallel.guards.optimizers.crossing import (
-    CannotTry,
-    SendsMessages,
-    crosses_parameters,
-    draws_numbers,
-    goes_by_place,
-)
+from hf_parallel.guards.optimizers.crossing import crosses_parameters, draws_numbers, goes_by_place
 from hf_parallel.guards.optimizers.elementwise import known_names, treats_elements_alone
+from hf_parallel.guards.optimizers.trial import CannotTry, SendsMessages
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
 
@@ -241,7 +236,8 @@ def refuse_crossing_updates(
         raise UnsupportedError(
             f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of a parameter depends on the place of that "
             "parameter among others (a list of tensors beside them, as of Lookahead, or their numbers), but each stage has its "
-            f"own parameters only, counted from its first. Keep such tensors in optimizer.state[parameter], use one of "
+            "own parameters only, counted from its first. Keep such tensors in optimizer.state[parameter]; if it is a list beside "
+            "them, make it when the model was prepared (in create_optimizer of a Trainer); use one of "
             f"{known_names()}, or set pp_size to 1."
         )
     if unknown:

@@ -35,6 +35,8 @@ def install_methods(
     if in_parts:
         methods["__deepcopy__"] = _refuse_copy
         methods["resize_token_embeddings"] = _refuse_resize
+        if hasattr(model, "merge_and_unload"):  # of PEFT
+            methods |= {name: functools.partial(_refuse_unload, name) for name in ("merge_and_unload", "unload")}
         own = getattr(model, "save_pretrained", None)
         if own is not None:  # a module of the user's round a model has none, and is saved as stock saves it
             methods["save_pretrained"] = _whole_only(own)
@@ -67,6 +69,15 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
         "resize_token_embeddings() was called after the model was prepared, with pp_size or tp_size above 1 or with ZeRO: ranks hold "
         "parts of the embedding or of its optimizer's state. Call it before trainer.train() or accelerator.prepare()."
+    )
+
+
+def _refuse_unload(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{name}() of a model of which this rank has a part (pp_size or tp_size above 1, or zero.stage 3): the layers that it puts back "
+        "are not those that are trained, gathered and saved. Save the adapters on every rank (trainer.save_model(folder)), and merge them "
+        "in one process: AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload(). merge_adapter() works, until "
+        "unmerge_adapter()."
     )
 
 

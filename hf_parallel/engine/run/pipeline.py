@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.run.asynchronous import AsynchronousRun
 from hf_parallel.engine.run.autograd_nodes import loss_node
@@ -29,7 +30,7 @@ from hf_parallel.engine.run.last_stage import LastStage, logits_in
 from hf_parallel.engine.run.microbatch_loss import LossFunction, MicrobatchLoss, Share
 from hf_parallel.engine.run.other_outputs import Caught
 from hf_parallel.engine.run.pipeline_guards import PipelineGuards
-from hf_parallel.engine.run.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
+from hf_parallel.engine.run.pipeline_inputs import keeps_cache, refuse_inputs, refuse_merged, unserved_outputs
 from hf_parallel.engine.run.split import SplitRun
 from hf_parallel.engine.run.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
@@ -103,6 +104,7 @@ class PipelineEngine(Engine):
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self._split_run = self._make_split_run()
+        self._adapter = next(iter(tuner_layers(self.model).values()), None)
         self.generated = False
         self._needs_logits = True
         self._unlisted: Collection[str] | None = ()  # outputs that nobody looks for; None: nobody goes through them
@@ -201,6 +203,8 @@ class PipelineEngine(Engine):
         batch["use_cache"] = False
         if not torch.is_grad_enabled():
             return self._forward_only(batch)
+        if self.trains:
+            refuse_merged(self._adapter, self.mesh.shape.pp_size)
         if self.trains and "labels" in batch:
             return self._fused(batch)
         if "labels" in batch:  # whether a backward follows is not known, and a fused step has already run it

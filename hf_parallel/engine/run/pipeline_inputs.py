@@ -59,6 +59,23 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
         )
 
 
+def refuse_merged(layer: Any, pp_size: int) -> None:
+    """Refuse to train layers of PEFT that run without their adapters: one process finds no gradient, a stage would go on.
+
+    Args:
+        layer: A layer with adapters, which are merged with those of all others; None without any.
+        pp_size: Number of pipeline ranks.
+
+    Raises:
+        UnsupportedError: It is merged.
+    """
+    if layer is not None and layer.merged:
+        raise UnsupportedError(
+            f"a training forward with adapters that are merged into their layers (merge_adapter()), with pp_size={pp_size}: the layers "
+            "run without them, so they get no gradient. Call model.unmerge_adapter() first."
+        )
+
+
 def _refuse_other_length(batch: Mapping[str, Any], pp_size: int) -> None:
     """Refuse a mask of other tokens than a call has: stages are planned with masks of these, and one fails where others wait."""
     mask, tokens = batch.get("attention_mask"), batch.get("input_ids")

@@ -27,10 +27,11 @@ ELEMENTWISE = (
     optim.Rprop,
     optim.ASGD,
 )
-# Classes of packages that are not imported here, by module and name, whose source was read: fused forms of Adam.
+# Classes of packages that are not imported here, by module and name, whose source was read: fused forms of Adam, and signs (Lion).
 ELEMENTWISE_ELSEWHERE = frozenset(
     {
         ("apex.optimizers.fused_adam", "FusedAdam"),
+        ("lion_pytorch.lion_pytorch", "Lion"),
         ("deepspeed.ops.adam.fused_adam", "FusedAdam"),
         ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"),
     }

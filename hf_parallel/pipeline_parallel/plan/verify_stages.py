@@ -174,8 +174,8 @@ def _unsplit(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str,
     loss = loss_of(forward(**sample))
     if not loss.requires_grad:
         raise PlanError(
-            "the loss of a copy of the model depends on none of its trained parameters: all are frozen, or its forward runs "
-            "another model. Train a parameter that the forward reads, or set pp_size to 1."
+            "the loss of a copy of the model depends on none of its trained parameters: all are frozen, adapters are merged, or its "
+            "forward runs another model. Train a parameter that the forward reads, call unmerge_adapter(), or set pp_size to 1."
         )
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}

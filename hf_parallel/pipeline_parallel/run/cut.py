@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_parallel.compat.private_peft import merge_elsewhere, tuner_layers
 from hf_parallel.compat.private_quantised import forget_scales
 from hf_parallel.compat.private_torch import no_torch_function, own_buffers, own_parameters, unregister
 from hf_parallel.errors import PlanError, UnsupportedError
@@ -77,7 +78,7 @@ class Running:
                 f"{name} was read outside of the model's forward, but another pipeline rank holds it (pp_size above 1: each "
                 "rank has the weights of its own stages). Call the whole model and no part of it (model.model(...), a head or a block "
                 "by itself); compute a loss from logits (call the model without labels); give "
-                "the model input_ids instead of inputs_embeds; read weights, or merge adapters, in a saved model; or set pp_size to 1."
+                "the model input_ids instead of inputs_embeds; read weights in a saved model; or set pp_size to 1."
             )
 
 
@@ -210,6 +211,9 @@ def cut_parameters(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], 
             else:
                 drop(module, key, dot + key, running)
         _cut_buffers(module, dot, plan, spans, running)
+    for layer in tuner_layers(model).values():
+        if any(isinstance(value, _Placeholder) for module in layer.modules() for value in vars(module).values()):
+            merge_elsewhere(layer)
     return frozenset(held)
 
 
