@@ -199,7 +199,8 @@ def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout
         terms = states(parameters, layout, experts) | buffers(parameters, shape, layout)
         return terms | {name: size * parameters for name, size in layout.extra.items()}
     own, whole = replace(layout, precision="fp32"), states(parameters, layout)
-    trained = _trained(parameters, shape)
+    # Adapters lie beside the products of blocks, of which ranks have different numbers.
+    trained = shape.adapters / layout.tp_size * blocks / max(1.0, shape.layers * _block_of_rank(shape, layout))
     terms = states(trained, own)
     terms["weights"] += whole["weights"] - blocks * _spared(shape, layout)
     terms |= unpacked(shape)
