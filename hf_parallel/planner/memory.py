@@ -169,7 +169,12 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
 
 def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """Parameters of each rank's blocks; see `parameters_of_ranks`."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.sharing_replicas, whole_experts(kind, spec)))
+
+    def size(kind: BlockProfile) -> float:
+        beyond = kind.beyond_even(spec.tp) * spec.tp if spec.places_replicas else 0.0  # others share heads evenly
+        return kind.held(spec.sharing_replicas, whole_experts(kind, spec)) + beyond
+
+    return _of_blocks(profile, spec, counts, size)
 
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
