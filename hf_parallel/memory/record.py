@@ -243,7 +243,7 @@ def _shared_results(block: nn.Module) -> set[tuple[str, str]]:
 
 def _columns(block: nn.Module) -> dict[str, tuple[int, int]]:
     """Products whose results tensor-parallel ranks share -> place among those of the module, from 1, and number of these."""
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for own in _products(block).values():
         found |= {path: (place, len(own) - 1) for place, path in enumerate(own[:-1], 1)}
     return found

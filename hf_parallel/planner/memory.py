@@ -204,9 +204,10 @@ def trained_of_ranks(held: Sequence[float], blocks: Sequence[float], spec: Layou
         spec: The layout.
         beside: Whether what is trained are adapters.
     """
-    if not (spec.adapters and beside and sum(blocks)):
+    whole = sum(blocks)
+    if not (spec.adapters and beside and whole > 0):
         return [spec.trained(one) for one in held]
-    return [spec.adapters / spec.tp * one / sum(blocks) for one in blocks]
+    return [spec.adapters / spec.tp * one / whole for one in blocks]
 
 
 def _states(
