@@ -23,7 +23,7 @@ def most_heads(heads: int, kv_heads: int, tp_size: int) -> tuple[int, int]:
 
 
 def beyond_even(heads: int, kv_heads: int, tp_size: int) -> tuple[float, float]:
-    """What the rank with most has beyond an even part, as shares of all heads: of queries, of keys and values."""
+    """Shares of all heads that the rank with most has beyond an even part: of queries, of keys and values."""
     if tp_size == 1 or not (heads and kv_heads):
         return 0.0, 0.0
     own, kv_own = most_heads(heads, kv_heads, tp_size)

@@ -200,7 +200,7 @@ def trained_of_ranks(held: Sequence[float], blocks: Sequence[float], spec: Layou
 
     Args:
         held: Parameters of each rank.
-        blocks: Those of them in blocks.
+        blocks: Parameters of them that are in blocks.
         spec: The layout.
         beside: Whether what is trained are adapters.
     """
