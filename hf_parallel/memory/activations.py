@@ -139,9 +139,15 @@ def stage_parts(
         single = counts[stage] if recorded_again else alone_of(counts[stage], layout)
         rest = counts[stage] - single
         size = single * stages.sizes[stage] / max(1, counts[stage])
-        leaving = entry * (rest > 0)  # what the last block gives
-        kept = size * block + rest * results + 2 * whole * (shares and last > 0)  # stages pass on whole results
-        kept += leaving if moved or recorded_again else entries[stage] * entry + leaving
+        kept = size * block + rest * results
+        if (
+            not recorded_again
+        ):  # of what blocks that run again give: all, or what the last one gives if the host has the others
+            kept += entry * ((rest > 0) if moved else entries[stage])
+        kept += (whole if stage else 0.0) - entry * (stage < last)  # what it received; what it sends is gone then
+        kept += (whole - entry) * (
+            (stage == 0) + (stage == last)
+        )  # whole beside the parts: the embedding's, and before the last norm
         share = gradients * weights[stage] / max(1.0, sum(weights.values()))
         found.append(
             StageParts(
@@ -158,6 +164,8 @@ def stage_parts(
                 head=parts.head if stage == last else None,
                 # The others find theirs in their backward, when that one is done.
                 once=_once(shape, layout, tokens, parts.loss) if stage == last else 0.0,
+                message=whole * (last > 0),
+                sent=whole * (stage < last),
             )
         )
     return found

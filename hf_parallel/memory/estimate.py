@@ -20,6 +20,7 @@ from hf_parallel.memory.activations import (
 )
 from hf_parallel.memory.cut import blocks_of_stages
 from hf_parallel.memory.experts import stay_whole
+from hf_parallel.memory.heads import beyond_even
 from hf_parallel.memory.moments import GATHERED, SENT, Recorded, fullest, moments_of
 from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
@@ -182,7 +183,9 @@ def _block(shape: ModelShape, layout: Layout) -> float:
 def _block_of_rank(shape: ModelShape, layout: Layout) -> float:
     """Parameters of a block that a tensor-parallel rank has."""
     whole = shape.experts / layout.ep_size if stay_whole(shape.expert_width, layout.tp_size) else 0.0
-    return whole + (_block(shape, layout) - whole) / layout.tp_size
+    queries, keys = beyond_even(shape.heads, shape.kv_heads, layout.tp_size)
+    beyond = 2.0 * shape.hidden * shape.head_dim * (queries * shape.heads + keys * shape.kv_heads)
+    return whole + (_block(shape, layout) - whole) / layout.tp_size + beyond
 
 
 def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
@@ -199,7 +202,8 @@ def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout
         terms = states(parameters, layout, experts) | buffers(parameters, shape, layout)
         return terms | {name: size * parameters for name, size in layout.extra.items()}
     own, whole = replace(layout, precision="fp32"), states(parameters, layout)
-    trained = _trained(parameters, shape)
+    # Adapters lie beside the products of blocks, of which ranks have different numbers.
+    trained = shape.adapters / layout.tp_size * blocks / max(1.0, shape.layers * _block_of_rank(shape, layout))
     terms = states(trained, own)
     terms["weights"] += whole["weights"] - blocks * _spared(shape, layout)
     terms |= unpacked(shape)

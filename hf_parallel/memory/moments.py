@@ -29,6 +29,8 @@ class Change:
         is_gradient: Whether it is the gradient of a parameter.
         is_gathered: Whether every such rank has all of it though they share the sequence: a norm over all heads takes it.
         is_cast: Whether it is a cast of a parameter.
+        order: Place of the product that it is of, among those of a module that tensor parallelism cuts into columns, from 1; else 0.
+        readers: Number of such products that read what it is a cast of; 0 if it is none.
         parts: Ranks that share it at most: keys and values of fewer heads than ranks are on several of these; 0 for any number.
         is_routed: Whether it is of the experts: of their weights, or of the tokens that go to them.
     """
@@ -40,6 +42,8 @@ class Change:
     is_gradient: bool = False
     is_gathered: bool = False
     is_cast: bool = False
+    order: int = 0
+    readers: int = 0
     parts: int = 0
     is_routed: bool = False
 
@@ -135,12 +139,19 @@ class Batch:
 def summed(changes: Iterable[Change], batch: Batch) -> Part:
     """Sum of what a part takes and leaves."""
     now = most = kept = casts = 0.0
+    shares = batch.sequence_parallel and batch.tp_size > 1
     for one in changes:
         passing = batch.tokens * (one.linear + one.square * batch.length)
+        if (
+            shares and one.readers
+        ):  # of the input, one part is kept as it came, twice as wide, and gathered again for all of them
+            passing *= 2 / one.readers
         ranks = 1 if one.is_routed and batch.whole_experts else batch.tp_size
         if not (one.is_gathered or (one.whole and not batch.sequence_parallel)):
             passing /= min(ranks, one.parts or ranks)
         is_there = batch.with_fixed and (batch.with_gradients or not one.is_gradient)
+        # Ranks cast by hand, and for no longer, the weights of products that send: the first reader of an input, all that gather it.
+        is_there &= not (one.is_cast and batch.tp_size > 1 and (one.order == 1 or (shares and one.order)))
         fixed = one.fixed / ranks * is_there
         now += passing + fixed
         most = max(most, now)
@@ -166,6 +177,8 @@ class StageParts:
         loss: After the last block, on the last stage.
         head: The backward of that.
         once: Bytes of `loss` that one of several losses keeps which wait for their backward, whatever their number.
+        message: Bytes of a message between stages.
+        sent: The same of what the stage sends, and of the gradient that comes back for it; 0 on the last stage.
     """
 
     kept: float
@@ -180,6 +193,8 @@ class StageParts:
     loss: Part | None = None
     head: Part | None = None
     once: float = 0.0
+    message: float = 0.0
+    sent: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -193,6 +208,7 @@ class Moment(NamedTuple):
         heads: Number of `losses` that have had their backward.
         reached: Progress of the gradients of each stage.
         is_sent: Whether the last backward of the stage runs, and gradients are on their way.
+        arriving: Messages of other stages that are received ahead: the next payload, the next gradient.
     """
 
     kind: Literal["forward", "loss", "head", "backward", "embedding", "end"]
@@ -202,6 +218,7 @@ class Moment(NamedTuple):
     heads: int
     reached: tuple[int, ...]
     is_sent: bool
+    arriving: int = 0
 
 
 WIDENED: Final = 2.0  # a gradient of 16 bit that is summed in fp32
@@ -222,10 +239,13 @@ def moments_of(actions: Sequence[Action], stages: Sequence[int], last: int | Non
     losses = heads = 0
     found: dict[Moment, None] = {}
 
-    def note(kind: Any, place: int, *, is_sent: bool = False) -> None:
-        found[Moment(kind, place, tuple(held), losses, heads, tuple(reached), is_sent)] = None
+    ahead = 0
 
-    for action in actions:
+    def note(kind: Any, place: int, *, is_sent: bool = False) -> None:
+        found[Moment(kind, place, tuple(held), losses, heads, tuple(reached), is_sent, ahead)] = None
+
+    for action, coming in zip(actions, _received_ahead(actions, last), strict=True):
+        ahead = coming
         place, has_loss = places[action.stage], action.stage == last
         if action.kind == "F":
             held[place] += 1
@@ -247,8 +267,24 @@ def moments_of(actions: Sequence[Action], stages: Sequence[int], last: int | Non
             reached[place] = max(reached[place], EARLY)
             note("embedding", place, is_sent=is_sent)
             reached[place] = ALL
+    ahead = 0
     note("end", 0, is_sent=True)
     return _largest(found)
+
+
+def _received_ahead(actions: Sequence[Action], last: int | None) -> list[int]:
+    """Messages that a rank has room for during each action: the payload of a forward to come, and the gradient of one that was."""
+    payloads = [action.kind == "F" and action.stage > 0 for action in actions]
+    begun: dict[tuple[int, int], int] = {}
+    gradients = [0] * len(actions)
+    for index, action in enumerate(actions):
+        place = action.stage, action.microbatch
+        if action.kind == "F":
+            begun[place] = index
+        elif action.kind in "BI" and action.stage != last:
+            for between in range(begun.get(place, 0), index):
+                gradients[between] = 1
+    return [gradients[index] + any(payloads[index + 1 :]) for index in range(len(actions))]
 
 
 def _largest(found: Iterable[Moment]) -> tuple[Moment, ...]:
@@ -277,7 +313,7 @@ def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float, gathered
     """
     kind, own = moment.kind, stages[moment.place]
     kept = max(0.0, sum(count * one.kept for count, one in zip(moment.held, stages, strict=True)))
-    waiting = temporary = again = 0.0
+    waiting = again = 0.0
     if moment.losses or kind in ("loss", "head"):
         loss, head, once = next(
             (one.loss, one.head, one.once) for one in stages if one.loss is not None and one.head is not None
@@ -285,12 +321,13 @@ def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float, gathered
         waiting = moment.losses * (loss.kept + loss.casts) + moment.heads * (head.kept + head.casts)
         waiting += loss.most if kind == "loss" else head.most if kind == "head" else 0.0
         waiting -= once * max(0, moment.losses + (kind == "loss") - 1)
+    temporary = moment.arriving * own.message
     if kind == "forward":
-        temporary = own.casts + own.block
+        temporary += own.casts + own.block + own.sent
     elif kind == "loss":
-        temporary = own.casts
+        temporary += own.casts
     elif kind in ("backward", "embedding"):
-        again, temporary = own.again, own.backward
+        again, temporary = own.again, temporary + own.backward + own.sent
         kept += own.entering if kind == "embedding" else 0.0
     gradients = sum(map(_gradients, stages, moment.reached))
     in_blocks = kind in ("forward", "backward", "embedding")

@@ -47,6 +47,8 @@ class Size(NamedTuple):
     is_gradient: bool
     is_gathered: bool
     is_cast: bool
+    order: int
+    readers: int
     parts: int
     is_routed: bool
 
@@ -64,6 +66,7 @@ class Known(NamedTuple):
     Attributes:
         shared: See `_shared_results`.
         gathered: See `_gathered_results`.
+        columns: See `_columns`.
         shapes: Shapes of parameters.
         stacks: Shapes of a block's stacks of experts.
         length: Tokens of the row.
@@ -71,6 +74,7 @@ class Known(NamedTuple):
 
     shared: set[tuple[str, str]]
     gathered: set[tuple[str, str]]
+    columns: dict[str, tuple[int, int]]
     shapes: set[tuple[int, ...]]
     stacks: set[tuple[int, ...]]
     length: int
@@ -146,7 +150,7 @@ def _flags(run: Run) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
-    sizes, (_, whole, is_gradient, is_gathered, is_cast, parts, _) = [one.size for one in own], own[0]
+    sizes, (_, whole, is_gradient, is_gathered, is_cast, order, readers, parts, _) = [one.size for one in own], own[0]
     is_routed = all(one.is_routed for one in own)
     is_gathered |= is_routed and whole  # ranks that share the sequence gather it before its tokens go to experts
     step, first = lengths[1] - lengths[0], lengths[0]
@@ -154,7 +158,7 @@ def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
     linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
     fixed = sizes[0] - linear * first - square * first**2
     passing = whole and not fixed, is_gradient, is_gathered and not fixed
-    return Change(fixed, linear, square, *passing, is_cast, parts, is_routed)
+    return Change(fixed, linear, square, *passing, is_cast, order, readers, parts, is_routed)
 
 
 def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
@@ -205,9 +209,12 @@ def _run(config: Any, length: int, precision: Precision, variant: Variant) -> Ru
     name = next(name for name, one in model.named_modules() if one is middle)
     shared = {(op, of_any_block(f"{name}.{path}")) for op, path in _shared_results(middle)}
     gathered = {(op, of_any_block(f"{name}.{path}")) for op, path in _gathered_results(middle)}
+    columns = {of_any_block(f"{name}.{path}"): place for path, place in _columns(middle).items()}
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
     stacks = {tuple(parameter.shape) for parameter in middle.parameters() if parameter.ndim == len("ewh")}
-    return _by_part(memory, dict(marks), config.get_text_config(), Known(shared, gathered, shapes, stacks, length))
+    return _by_part(
+        memory, dict(marks), config.get_text_config(), Known(shared, gathered, columns, shapes, stacks, length)
+    )
 
 
 def _products(block: nn.Module) -> dict[str, list[str]]:
@@ -231,6 +238,14 @@ def _shared_results(block: nn.Module) -> set[tuple[str, str]]:
         found |= {(op, path) for op in ("mm", "addmm") for path in own[:-1]}
         copied = [own[-1], *([parent] if parent else [])]
         found |= {(op, path) for op in ("_to_copy", "clone") for path in copied}
+    return found
+
+
+def _columns(block: nn.Module) -> dict[str, tuple[int, int]]:
+    """Products whose results tensor-parallel ranks share -> place among those of the module, from 1, and number of these."""
+    found: dict[str, tuple[int, int]] = {}
+    for own in _products(block).values():
+        found |= {path: (place, len(own) - 1) for place, path in enumerate(own[:-1], 1)}
     return found
 
 
@@ -310,7 +325,12 @@ def _by_part(
         whole = whole and (block.op, _module_of(block)) not in known.shared
         is_cast, is_routed = block.op == "_to_copy" and block.shape in known.shapes, known.is_routed(block.shape)
         parts = heads if heads and not whole and _is_of_heads(block.shape, heads, text) else 0
-        return Size(float(change), whole, block.kind == "gradients", id(block) in all_heads, is_cast, parts, is_routed)
+        order, readers = known.columns.get(_module_of(block), (0, 0))
+        is_input = whole and block.op == "_to_copy" and not is_cast
+        return Size(
+            *(float(change), whole, block.kind == "gradients", id(block) in all_heads, is_cast),
+            *(order, readers * is_input, parts, is_routed),
+        )
 
     return {name: [about(*one) for one in _ordered(memory.changes[begin:end])] for name, (begin, end) in ends.items()}
 

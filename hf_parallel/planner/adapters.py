@@ -31,12 +31,19 @@ MOVED: Final = {
 
 def is_beside(profile: ModelProfile, spec: LayoutSpec) -> bool:
     """Whether what is trained are parameters beside the model's, and not some of its own layers."""
-    return 0 < spec.adapters <= MOST_BESIDE * profile.parameters
+    return _are_beside(profile, spec, MOST_BESIDE)
 
 
 def may_be_beside(profile: ModelProfile, spec: LayoutSpec) -> bool:
     """Whether what is trained, as far as its number tells, may be parameters beside the model's."""
-    return 0 < spec.adapters <= MOST_UNSURE * profile.parameters
+    return _are_beside(profile, spec, MOST_UNSURE)
+
+
+def _are_beside(profile: ModelProfile, spec: LayoutSpec, most: float) -> bool:
+    """Whether adapters are beside the model: as the layout says, else if they are up to this part of it, or cannot be its own."""
+    if not spec.adapters or spec.adapters_are != "auto":
+        return spec.adapters > 0 and spec.adapters_are == "beside"
+    return spec.adapters <= most * profile.parameters or spec.adapters > profile.parameters or spec.block_bits > 0
 
 
 def rank_of_all(profile: ModelProfile, spec: LayoutSpec) -> tuple[int, bool]:

@@ -30,6 +30,7 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
     "split": ("auto", "balanced", "even"),
+    "adapters_are": ("auto", "beside", "own"),
 }
 OPTIONAL: Final = (
     *(
@@ -42,6 +43,7 @@ OPTIONAL: Final = (
         "reduce_dtype",
         "dp_inside",
         "split",
+        "adapters_are",
     ),
 )
 COUNTS: Final = ("tp", "pp", "dp", "sp", "ep", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
@@ -120,6 +122,7 @@ class LayoutSpec:
         local_steps: Optimizer steps of a replica between two averages of the replicas' parameters.
         chunked_loss: Whether the loss is computed without logits.
         adapters: Parameters that are trained instead of the model's (LoRA); 0 trains the model.
+        adapters_are: Whether these are "beside" the model or some of its "own"; "auto" is what their number tells.
         block_bits: Bits of a frozen parameter of a block, its share of the scales included (a quantised base: 4.13 for
             NF4); 0 for those of `dtype`.
         dp_inside: Replicas of a stage that are neighbours, a divisor of dp; 0 is "auto", with which a step is shortest.
@@ -160,6 +163,7 @@ class LayoutSpec:
     local_steps: int = 1
     chunked_loss: bool = False
     adapters: int = 0
+    adapters_are: str = "auto"
     block_bits: float = 0.0
     dp_inside: int = 0
 
@@ -380,6 +384,16 @@ def _without_effect(spec: LayoutSpec) -> list[str]:
         found.append(
             f"block_bits={spec.block_bits:g} without adapters: quantised weights are not trained. Give adapters, the parameters that "
             "are, or leave block_bits out."
+        )
+    if spec.adapters_are != "auto" and not spec.adapters:
+        found.append(
+            f"adapters_are={spec.adapters_are} without adapters: it says of the trained parameters whose they are. Give adapters, their "
+            "number, or leave adapters_are out."
+        )
+    if spec.adapters_are == "own" and spec.block_bits:
+        found.append(
+            f"adapters_are=own with block_bits={spec.block_bits:g}: quantised weights are not trained. Set adapters_are to beside, or leave "
+            "block_bits out."
         )
     if spec.recompute_share != 1 and spec.recompute != "full":
         found.append(

@@ -85,13 +85,14 @@ def _bytes_by_formula(
     ranks = placement(spec)
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     blocks = blocks_of_ranks(profile, spec, counts)
+    trained = trained_of_ranks(held, blocks, spec, beside=beside)
     kept, working = kept_activations(profile, spec, counts, seq_len)
     tokens = spec.micro_batch * seq_len / spec.sp
     logits = _loss(profile, spec, tokens)
     logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
     found = []
     for rank in range(spec.pp):
-        terms = _states(held[rank], experts[rank], blocks[rank], spec, beside=beside)
+        terms = _states(held[rank], experts[rank], blocks[rank], trained[rank], spec, beside=beside)
         terms["activations"] = kept[rank] + working
         terms["logits"] = logits if rank == ranks[-1] else 0.0
         terms["buffers"] = _buffers(profile, held[rank], spec) + _unpacked(profile, spec)
@@ -107,7 +108,8 @@ def _own_bytes(
     """Terms of `memory_bytes` but overhead, of layouts that this package runs."""
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     blocks = blocks_of_ranks(profile, spec, counts)
-    states = [_states(*each, spec, beside=beside) for each in zip(held, experts, blocks, strict=True)]
+    trained = trained_of_ranks(held, blocks, spec, beside=beside)
+    states = [_states(*each, spec, beside=beside) for each in zip(held, experts, blocks, trained, strict=True)]
     sizes = _sizes(profile, spec, counts, seq_len)
     stages = Stages(spec.micro_batch * seq_len, seq_len, placement(spec), counts, sizes)
     if spec.pp == 1:
@@ -167,7 +169,12 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
 
 def blocks_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
     """Parameters of each rank's blocks; see `parameters_of_ranks`."""
-    return _of_blocks(profile, spec, counts, lambda kind: kind.held(spec.sharing_replicas, whole_experts(kind, spec)))
+
+    def size(kind: BlockProfile) -> float:
+        beyond = kind.beyond_even(spec.tp) * spec.tp if spec.places_replicas else 0.0  # others share heads evenly
+        return kind.held(spec.sharing_replicas, whole_experts(kind, spec)) + beyond
+
+    return _of_blocks(profile, spec, counts, size)
 
 
 def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
@@ -188,11 +195,28 @@ def _of_blocks(
     return found
 
 
-def _states(parameters: float, experts: float, blocks: float, spec: LayoutSpec, *, beside: bool) -> dict[str, float]:
+def trained_of_ranks(held: Sequence[float], blocks: Sequence[float], spec: LayoutSpec, *, beside: bool) -> list[float]:
+    """Parameters of each rank that get gradients: adapters lie beside the products of its blocks, of which ranks have different numbers.
+
+    Args:
+        held: Parameters of each rank.
+        blocks: Parameters of them that are in blocks.
+        spec: The layout.
+        beside: Whether what is trained are adapters.
+    """
+    whole = sum(blocks)
+    if not (spec.adapters and beside and whole > 0):
+        return [spec.trained(one) for one in held]
+    return [spec.adapters / spec.tp * one / whole for one in blocks]
+
+
+def _states(
+    parameters: float, experts: float, blocks: float, trained: float, spec: LayoutSpec, *, beside: bool
+) -> dict[str, float]:
     """Bytes of a rank's states: `parameters`, of which `blocks` are in blocks, and of these `experts` in experts."""
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
-        share = spec.trained(parameters) / max(parameters, 1.0)
+        share = trained / max(parameters, 1.0)
         if spec.state_bytes is None:
             weights = 4.0 if spec.param_dtype == "fp32" and not spec.block_bits else spec.element
         if spec.block_bits:

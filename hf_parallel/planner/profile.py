@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError, PlanError
+from hf_parallel.memory.heads import beyond_even
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.memory.terms import ModelShape, Precision, SavedBytes
 from hf_parallel.memory.variant import Variant
@@ -145,6 +146,16 @@ class BlockProfile:
     def held(self, ep: int, whole: int = 1) -> float:
         """Parameters of a rank that has one of `ep` parts of the experts; experts that `whole` tp ranks have count for each."""
         return self.parameters - self.experts * (1 - whole / ep)
+
+    def beyond_even(self, tp: int) -> float:
+        """Parameters that the tensor-parallel rank with most heads has beyond an even part of the block."""
+        queries, keys = beyond_even(self.heads, self.kv_heads, tp)
+        few = {self.kv_heads * self.head_dim, self.kv_heads * self.value_dim} if self.kv_heads < self.heads else set()
+        return sum(
+            one.inputs * one.outputs * (keys if one.cut == "column" and one.outputs in few else queries)
+            for one in self.products
+            if one.is_attention and one.cut != "none"
+        )
 
     def pairs(self, seq_len: int) -> float:
         """Query-key pairs of one row and head."""

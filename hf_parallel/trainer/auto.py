@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.compat.private_quantised import quantised_bits
 from hf_parallel.compat.private_transformers import attention_of, set_train_batch_size
 from hf_parallel.errors import ConfigError
@@ -114,6 +115,7 @@ def given_by(trainer: Trainer, model: Any) -> dict[str, Any]:
     found |= {"recompute": "full"} if args.gradient_checkpointing else {}
     if not all(trained):
         found["adapters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        found["adapters_are"] = "beside" if tuner_layers(model) else "own"
         bits = quantised_bits(model)
         found |= {"block_bits": bits} if bits else {}
     return found

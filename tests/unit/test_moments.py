@@ -8,9 +8,11 @@ from typing import Any, Final
 
 import pytest
 
-from hf_parallel.memory.activations import LOSS_CHUNK
-from hf_parallel.memory.moments import Batch, Change, Part, StageParts, fullest, moments_of, summed
+from hf_parallel.memory.activations import LOSS_CHUNK, Stages, stage_parts
+from hf_parallel.memory.moments import Batch, Change, Part, Recorded, StageParts, fullest, moments_of, summed
+from hf_parallel.memory.terms import Layout, ModelShape
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
+from hf_parallel.settings.sections import ActivationCheckpointingConfig
 from hf_parallel.tensor_parallel.run.vocab_loss import CHUNK_ELEMENTS
 
 
@@ -47,6 +49,46 @@ def test_what_is_routed_to_whole_experts_is_on_every_rank() -> None:
     for whole, kept in ((False, 3), (True, 12)):
         found = summed(changes, Batch(1, 1, tp_size=4, whole_experts=whole))
         assert (found.kept, found.casts) == (kept, 80 * kept / 12)
+
+
+def test_casts_of_products_that_send_do_not_stay() -> None:
+    """Of queries, keys and values the first one sums its input's gradient over the ranks; where they share the sequence all gather it."""
+    casts = [Change(60, 0, 0, whole=False, is_cast=True, order=order) for order in (1, 2, 3, 0)]
+    for sequence_parallel, tp, expected in ((False, 1, 240), (True, 1, 240), (False, 2, 90), (True, 2, 30)):
+        batch = Batch(1, 1, tp_size=tp, sequence_parallel=sequence_parallel)
+        assert summed(casts, batch).casts == expected
+
+
+def test_ranks_that_share_the_sequence_keep_one_input_for_all_its_readers() -> None:
+    inputs = [Change(0, 2, 0, whole=True, readers=3)] * 3
+    for sequence_parallel, tp, expected in ((False, 2, 6), (True, 1, 6), (True, 2, 4 / 2)):
+        batch = Batch(1, 1, tp_size=tp, sequence_parallel=sequence_parallel)
+        assert summed(inputs, batch).kept == pytest.approx(expected)
+
+
+def test_messages_that_a_schedule_receives_ahead_have_room() -> None:
+    """The payload of a forward to come, and the gradient of what was sent; the last stage waits for no gradient, the first for no payload."""
+    ahead = [
+        max(one.arriving for one in moments_of(actions, [rank], 2 if rank == 2 else None))
+        for rank, actions in enumerate(build_schedule("1f1b", 3, 6))
+    ]
+    assert ahead == [1, 2, 1]
+    assert {one.arriving for one in moments_of(build_schedule("gpipe", 1, 1)[0], [0], 0)} == {0}
+
+
+def test_what_is_sent_is_there_once_and_what_is_received_for_each_microbatch() -> None:
+    """Blocks that run again: each stage holds the input of each of its blocks, the last one the last result, too."""
+    tokens, hidden = 64, 8
+    shape = ModelShape(9000, 9, hidden, 16, 100, 2, 2, 4, recorded=None)
+    block = (Change(0, 4 * hidden, 0, whole=True),)  # what it gives
+    recorded = Recorded((Change(0, 4 * hidden, 0, whole=True),), block, (), (), (), runs_again=True)
+    again = ActivationCheckpointingConfig(every=1)
+    layout = Layout(3, 3, pp_size=3, precision="autocast", recompute=again)
+    stages = Stages(tokens, 64, (0, 1, 2), (3, 3, 3), (3.0, 3.0, 3.0))
+    parts = [stage_parts(shape, recorded, layout, stages, rank, 0.0)[0] for rank in range(3)]
+    each = 4.0 * tokens * hidden
+    assert [one.kept / each for one in parts] == [3, 3, 4]
+    assert [one.sent / each for one in parts] == [1, 1, 0]
 
 
 def stage(**values: Any) -> StageParts:

@@ -14,11 +14,13 @@ from transformers import AutoConfig, LlamaConfig
 
 from hf_parallel.activation_checkpointing.recorded import checkpoint_of
 from hf_parallel.dry_run.rank.recipe import dry_run_recipe
+from hf_parallel.errors import ConfigError
 from hf_parallel.memory import record
 from hf_parallel.memory.block import LENGTHS, trace_block
 from hf_parallel.memory.experts import stay_whole
 from hf_parallel.memory.unread import build_on_meta
 from hf_parallel.memory.variant import PLAIN, Variant
+from hf_parallel.planner.adapters import is_beside
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
@@ -89,15 +91,17 @@ def adapters_of(model: Any, rank: int) -> int:
     return sum(rank * sum(one.weight.shape) for one in layers if one is not built.get_output_embeddings())
 
 
-def difference(name: str, section: str, dtype: str, folder: Path, lora_rank: int = 0) -> float:
+def difference(
+    name: str, section: str, dtype: str, folder: Path, lora_rank: int = 0, *, rows: int = ROWS, length: int = LENGTH
+) -> float:
     """Prediction over the dry run of the rank that has most, less 1, of two GPUs that are cut as the prediction is."""
     model, settings = AutoConfig.for_model(name, **(TYPES | ODD)[name]), SECTIONS[section]
     cluster, config = Cluster(1, 2, "h100"), HFParallelConfig.from_mapping(settings)
-    layout = mapping_of(config, 2, ROWS, "fp32" if dtype == "fp32" else "bf16")
+    layout = mapping_of(config, 2, rows, "fp32" if dtype == "fp32" else "bf16")
     layout |= {} if dtype == "half" else {"param_dtype": "fp32"}
     layout |= {"adapters": adapters_of(model, lora_rank)} if lora_rank else {}
     if config.pp_size > 1:
-        counts = step_of(profile_of(model), cluster, layout_of(layout), LENGTH, constants()).counts
+        counts = step_of(profile_of(model), cluster, layout_of(layout), length, constants()).counts
         settings = settings | {"pipeline": settings["pipeline"] | {"split": list(counts)}}
     accelerate = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
     accelerate |= {"num_machines": 1, "mixed_precision": "no" if dtype == "fp32" else "bf16"}
@@ -106,11 +110,11 @@ def difference(name: str, section: str, dtype: str, folder: Path, lora_rank: int
     precision = "half" if dtype == "half" else None
     peaks = [
         dry_run_recipe(
-            recipe, model, rank=rank, rows=ROWS, length=LENGTH, precision=precision, lora_rank=lora_rank
+            recipe, model, rank=rank, rows=rows, length=length, precision=precision, lora_rank=lora_rank
         ).peak_bytes
         for rank in range(config.pp_size)
     ]
-    return allocated(model, layout, cluster) / max(peaks) - 1
+    return allocated(model, layout, cluster, length) / max(peaks) - 1
 
 
 @pytest.mark.timeout(120)
@@ -134,6 +138,26 @@ def difference(name: str, section: str, dtype: str, folder: Path, lora_rank: int
 )
 def test_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtype: str, tmp_path: Path) -> None:
     assert abs(difference(name, section, dtype, tmp_path)) <= WITHIN
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("section", "microbatches"),
+    [
+        ("tp2 with a shared sequence", 1),
+        pytest.param("gpipe of many microbatches, recompute", 16, marks=pytest.mark.long),
+    ],
+)
+def test_predicted_memory_of_few_tokens_and_of_many_microbatches(
+    section: str, microbatches: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside few tokens casts of parameters count, in many microbatches what stages receive."""
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 6}
+    monkeypatch.setitem(TYPES, "llama", sizes | {"intermediate_size": 1152, "vocab_size": 1000})
+    pipeline = {"schedule": "gpipe", "num_microbatches": microbatches}
+    many = {"pp_size": 2, "pipeline": pipeline, "activation_checkpointing": {"every": 1}}
+    monkeypatch.setitem(SECTIONS, "gpipe of many microbatches, recompute", many)
+    assert abs(difference("llama", section, "bf16", tmp_path, rows=4 * microbatches, length=256)) <= 0.03
 
 
 @pytest.mark.timeout(120)
@@ -271,6 +295,41 @@ def test_more_than_a_tenth_may_be_adapters_and_counts_as_what_needs_more() -> No
     assert found[1] >= found[0]
     assert found[2] > found[1]
     assert found[3] < found[2]  # so many are layers of the model's own
+
+
+def test_more_than_a_quarter_are_adapters_where_a_layout_says_so() -> None:
+    """A dry run of LoRA of rank 256 has 1030 MB; as layers of the model's own it was taken for 903."""
+    config, cluster = LlamaConfig(**TYPES["llama"]), Cluster(1, 1, "h100")
+    given = {"micro_batch": ROWS, "adapters": adapters_of(config, 256)}
+    assert given["adapters"] > profile_of(config).parameters / 2
+    as_number, beside, own = (
+        allocated(config, given | {"adapters_are": whose}, cluster) for whose in ("auto", "beside", "own")
+    )
+    assert beside == pytest.approx(1_030_000_000, rel=0.01)
+    assert as_number == own < 0.9 * beside
+    few = given | {"adapters": adapters_of(config, 8)}
+    assert allocated(config, few | {"adapters_are": "own"}, cluster) != allocated(config, few, cluster)
+
+
+@pytest.mark.parametrize("more", [{"adapters": 10**9}, {"adapters": 3 * 10**7, "block_bits": 4.13}])
+def test_what_cannot_be_the_models_own_is_beside_it(more: dict[str, Any]) -> None:
+    """More than the model has, or any of a base whose quantised weights are not trained."""
+    profile = profile_of(LlamaConfig(**TYPES["llama"]))
+    assert is_beside(profile, layout_of(more))
+    assert not is_beside(profile, layout_of({"adapters": 3 * 10**7}))
+
+
+def test_whose_adapters_are_is_refused_without_them() -> None:
+    with pytest.raises(
+        ConfigError, match="adapters_are=beside without adapters: it says of the trained parameters whose they are"
+    ):
+        layout_of({"adapters_are": "beside"})
+    with pytest.raises(
+        ConfigError, match=r"adapters_are=own with block_bits=4\.13: quantised weights are not trained"
+    ):
+        layout_of({"adapters": 1000, "adapters_are": "own", "block_bits": 4.13})
+    with pytest.raises(ConfigError, match=r"adapters_are='besides': unknown\. Did you mean beside"):
+        layout_of({"adapters": 1000, "adapters_are": "besides"})
 
 
 def test_experts_whose_parts_are_no_whole_units_stay_whole() -> None:
