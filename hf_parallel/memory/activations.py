@@ -140,14 +140,12 @@ def stage_parts(
         rest = counts[stage] - single
         size = single * stages.sizes[stage] / max(1, counts[stage])
         kept = size * block + rest * results
-        if (
-            not recorded_again
-        ):  # of what blocks that run again give: all, or what the last one gives if the host has the others
+        # Of what blocks that run again give: all, or what the last one gives if the host has the others.
+        if not recorded_again:
             kept += entry * ((rest > 0) if moved else entries[stage])
         kept += (whole if stage else 0.0) - entry * (stage < last)  # what it received; what it sends is gone then
-        kept += (whole - entry) * (
-            (stage == 0) + (stage == last)
-        )  # whole beside the parts: the embedding's, and before the last norm
+        # Whole beside the parts: what the embedding gives, and what enters the last norm.
+        kept += (whole - entry) * ((stage == 0) + (stage == last))
         share = gradients * weights[stage] / max(1.0, sum(weights.values()))
         found.append(
             StageParts(

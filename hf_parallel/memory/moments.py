@@ -142,9 +142,8 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
     shares = batch.sequence_parallel and batch.tp_size > 1
     for one in changes:
         passing = batch.tokens * (one.linear + one.square * batch.length)
-        if (
-            shares and one.readers
-        ):  # of the input, one part is kept as it came, twice as wide, and gathered again for all of them
+        # Of the input, one part is kept as it came, twice as wide, and gathered again for all of them.
+        if shares and one.readers:
             passing *= 2 / one.readers
         ranks = 1 if one.is_routed and batch.whole_experts else batch.tp_size
         if not (one.is_gathered or (one.whole and not batch.sequence_parallel)):
