@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,9 +66,12 @@ def with_adapters_of(model: Any, base: nn.Module) -> nn.Module:
         if hasattr(config, "init_lora_weights"):
             config.init_lora_weights = False  # else products with B are zero, and some ways change the weights below
     first, *others = configs
-    made: Any = get_peft_model(base, configs[first], adapter_name=first)
-    for name in others:
-        made.add_adapter(name, configs[name])
+    with warnings.catch_warnings():
+        # It warned when the real ones were put on; with few blocks it misses those that patterns of a config name, too.
+        warnings.simplefilter("ignore")
+        made: Any = get_peft_model(base, configs[first], adapter_name=first)
+        for name in others:
+            made.add_adapter(name, configs[name])
     if made.base_model.active_adapter != model.base_model.active_adapter:  # somebody has chosen
         made.set_adapter(model.active_adapter)
     found: nn.Module = made

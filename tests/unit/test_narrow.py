@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,6 +145,17 @@ def test_adapters_of_some_blocks_have_these_in_what_stands_for_the_model() -> No
     assert few.kept is not None
     assert few.kept.blocks == (0, 1, 11)
     assert few.narrow is not None
+
+
+def test_a_narrow_model_does_not_warn_of_adapters_of_the_wide_one() -> None:
+    config = LlamaConfig(**LLAMA | WIDE | {"num_hidden_layers": 12})
+    adapters = LoraConfig(target_modules=["q_proj"], alpha_pattern={"layers.7.self_attn.q_proj": 32}, lora_bias=True)
+    forms = Forms(get_peft_model(AutoModelForCausalLM.from_config(config), adapters).train(), sample())
+    assert forms.kept is not None
+    assert len(forms.kept.blocks) <= 7  # in the model with few blocks no block has the number that the pattern names
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert forms.narrow is not None
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "smollm2", "gpt2", "phi3"])
