@@ -38,6 +38,7 @@ HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 LEAST_HEAD: Final = 8  # channels of a head: positions are rotated in pairs
 LEAST_VOCABULARY: Final = 256
 ORDINARY: Final = 0.1  # standard deviation of random weights, beyond which rounding grows from block to block
+FAINT: Final = 0.02  # the least one: what blocks add gets lost in comparisons if it is far below
 SMALL: Final = 2**20  # elements of a model that costs next to nothing to plan and check as it is
 TEXT: Final = frozenset({"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"})
 IDS: Final = ("input_ids", "labels")
@@ -225,6 +226,7 @@ def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = with_adapters_of(model, type(base_model(model))(config))
+        _strengthen(made)
     there = dict(model.named_parameters())
     for name, parameter in made.named_parameters():
         other = there[name]
@@ -241,6 +243,17 @@ def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
                 buffers[key] = mine.to(buffer.device, buffer.dtype)
     copy_loss_function(base_model(model), base_model(made))
     return made
+
+
+def _strengthen(model: nn.Module) -> None:
+    """Draw fresh matrices again that are zero or next to it: a block that adds nothing computes nothing wrong. In place.
+
+    Configs may name any spread, and weights that were trained have grown since; products of several small ones get lost.
+    """
+    for parameter in model.parameters():
+        is_matrix = parameter.is_floating_point() and parameter.ndim > 1 and not parameter.is_meta
+        if is_matrix and float(parameter.detach().norm()) < FAINT / 2 * parameter.numel() ** 0.5:
+            nn.init.normal_(parameter, std=FAINT)
 
 
 def _has_settings_of(narrow: nn.Module, wide: nn.Module, ratios: frozenset[int]) -> bool:

@@ -18,7 +18,16 @@ from counted_calls import sizes_of_calls
 from rank_runner import run_ranks
 from thinning import slow_if
 from trainer_cases import ENV, NO_NOISE, Case, compare, run_all, wanted_cases
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from zoo.rows import rows_main
 
 from hf_parallel.engine.plan import share_rows
@@ -317,6 +326,43 @@ def test_a_narrow_model_is_tried_on_parts_of_rows_and_the_wide_one_has_the_last_
         assert first[0] < whole / 8
         assert set(second) == {first[0], whole}
         assert re.search(REFUSED["bloom"], refusal), refusal
+
+
+def faintly_judged(rank: int, world_size: int) -> str:
+    """The refusal of a wide model that mixes tokens, whose config names a spread with which its narrow copy would not be seen to."""
+    narrow.SMALL = 0  # type: ignore[misc]
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    linear = heads | {"layer_types": ["linear_attention", "full_attention"]}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = OlmoHybridConfig(**sizes | linear | ids | {"num_key_value_heads": 2, "initializer_range": 1e-3})
+    torch.manual_seed(0)
+    model = OlmoHybridForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)  # trained
+    tried = sizes_of_calls(share_rows, "verify_model")
+    with pytest.raises(PlanError) as refused:
+        judge_rows(model, Shared(SequenceGroup(dist.group.WORLD)), Probes(model, torch.device("cpu")))
+    assert min(tried) < max(tried)  # a narrow copy was tried
+    return str(refused.value)
+
+
+@pytest.mark.long
+def test_a_narrow_copy_of_a_config_with_a_small_spread_hides_nothing(tmp_path: Path) -> None:
+    for refusal in run_ranks(faintly_judged, 2, tmp_path=tmp_path, env=ENV):
+        assert re.search(r"linear_attn mixes tokens", refusal), refusal
 
 
 # A mask made of the part, a mask by keyword, positions counted from ids, from a mask, and without either, fillings without a gradient.

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from thinning import in_turns
 from torch import nn
 from tp_models import CASES, LLAMA
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Phi3Config, Qwen3Config
 
 from hf_parallel.engine import weights
 from hf_parallel.engine.plan import head as plan_head
@@ -329,6 +329,16 @@ def test_state_is_that_of_the_wide_model() -> None:
     for name, parameter in small.model.named_parameters():
         assert (parameter.dtype, parameter.requires_grad) == (there[name].dtype, there[name].requires_grad)
     assert small.model.training
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-5, 1e-3])
+def test_blocks_of_the_narrow_model_compute_something_whatever_spread_the_config_names(spread: float) -> None:
+    model: Any = LlamaForCausalLM(LlamaConfig(**LLAMA | WIDE | {"initializer_range": spread}))
+    small = narrowed(model)
+    assert small is not None
+    spreads = [float(p.detach().std()) for p in small.model.parameters() if p.ndim > 1]
+    assert min(spreads) > 0.01
+    assert max(spreads) < 0.1
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "gpt2"])
