@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -93,12 +94,17 @@ def test_it_trains_as_in_one_process(name: str, runs: tuple[dict[str, Any], list
     assert_same_state(ranks["state"], alone["state"])
 
 
-@pytest.mark.parametrize(("name", "module"), [("unloaded", "mlp.up_proj"), ("replaced", "lm_head")])
+REFUSED = {
+    "unloaded": r"merge_and_unload\(\) of a model of which this rank has a part .*Save the adapters on every rank",
+    "replaced": r"lm_head was replaced or taken out after the model was prepared.*merge adapters in what was saved",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_modules_that_were_taken_out_are_not_saved_in_place_of_what_took_theirs(
-    name: str, module: str, runs: tuple[dict[str, Any], list[dict[str, Any]]]
+    name: str, runs: tuple[dict[str, Any], list[dict[str, Any]]]
 ) -> None:
     assert not isinstance(runs[0][name], str)
     said = [found[name] for found in runs[1]]
     assert len(set(said)) == 1, said
-    assert f"{module} was replaced or taken out after the model was prepared" in said[0]
-    assert "merge adapters in what was saved" in said[0]
+    assert re.search(REFUSED[name], said[0]), said
