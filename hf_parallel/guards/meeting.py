@@ -49,33 +49,19 @@ class Meeting:
         self._store: Store | None = None
         self._calls = 0
 
-    def meet(
-        self,
-        what: str,
-        advice: str | None = None,
-        reason: str = "each rank holds a part of the model",
-        *,
-        alike: bool = True,
-    ) -> None:
+    def meet(self, what: str, advice: str | None = None, reason: str = "each rank holds a part of the model") -> None:
         """Wait until every rank has called this as often; nothing without other ranks.
 
         Args:
             what: The call, in words.
             advice: Advice if not all make it; None for that of all calls.
             reason: Why all must.
-            alike: Whether all must call it in the same words: other calls wait for other messages.
 
         Raises:
-            UnsupportedError: Some did not come in time, or came to another call.
+            UnsupportedError: Some did not come in time.
         """
-        told = self._told(what, alike=alike)
+        told = self._told(what, alike=False)
         if told is not None:
-            apart = next((rank for rank, said in told.items() if alike and said != what), None)
-            if apart is not None:
-                raise UnsupportedError(
-                    f"{what} was called where {self._names[apart]} called {told[apart]}: {reason}, so all must make the same calls. "
-                    f"{advice or self._advice}"
-                )
             here, missing = self._here_and_missing(told)
             raise UnsupportedError(
                 f"{what} was called by {here} and for {self._bound_s:g} s not by {missing}: {reason}, so "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,16 +12,7 @@ from hf_parallel.errors import ParallelError
 from hf_parallel.guards.meeting import Meeting
 
 
-def agree(meeting: Meeting, flags: str) -> None:
-    meeting.agree(flags, 7)
-
-
-def answers(
-    monkeypatch: pytest.MonkeyPatch,
-    flags: list[str | None],
-    bound_s: float,
-    come_to: Callable[[Meeting, str], None] = agree,
-) -> list[str]:
+def answers(monkeypatch: pytest.MonkeyPatch, flags: list[str | None], bound_s: float) -> list[str]:
     """What each rank is told when it comes with these flags after step 7; those with None do not come."""
     store, place = dist.HashStore(), threading.local()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -33,7 +23,7 @@ def answers(
         meeting = Meeting([f"rank {one}" for one in range(len(flags))], bound_s, topic="flags")
         meeting._store = store
         try:
-            come_to(meeting, str(flags[rank]))
+            meeting.agree(str(flags[rank]), 7)
         except ParallelError as error:
             return str(error)
         return ""
@@ -60,18 +50,3 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             "TrainerControl has should_training_stop after step 7 on rank 0, rank 2 and for 0.1 s not on rank 1:"
             in text
         )
-
-
-def test_ranks_that_meet_in_different_calls_are_told_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str | None] = ["model.save_pretrained()", "accelerator.get_state_dict()"]
-    one, other = answers(monkeypatch, calls, 30.0, Meeting.meet)
-    assert (
-        "model.save_pretrained() was called where rank 1 called accelerator.get_state_dict(): each rank holds a part"
-        in one
-    )
-    assert "accelerator.get_state_dict() was called where rank 0 called model.save_pretrained()" in other
-    assert "Take it out of `if accelerator.is_main_process:`" in one
-
-
-def test_ranks_that_meet_in_the_same_call_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert answers(monkeypatch, ["model.save_pretrained()"] * 3, 30.0, Meeting.meet) == ["", "", ""]
