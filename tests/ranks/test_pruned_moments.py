@@ -222,7 +222,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ): f"{IN_A_ROW}|was read outside of the model's forward",  # the last stage reads before it draws
     ("AllAtOnce", "pp2"): "made of the parameters of",
     **{("AllAtOnce", layout): r"kthvalue\(\) of an optimizer's state" for layout in ("tp2", "zero1", "zero2")},
-    ("DrawsAdapters", "zero3"): "parameter.data = new",
 }
 # What is made of the state or of the parameter: alike on parts.
 MADE = ("AssignedWeights", "AssignedZeros", "AssignedItself", "DataOfItself")
@@ -238,7 +237,7 @@ RIGHT = [
     *(("ByItself", layout) for layout in LAYOUTS),
     *((kind, layout) for kind in ("ByWeights",) for layout in ("pp2", "tp2", "zero3")),
     *((kind, "zero3") for kind in ("AtRandom", "LikeIt")),
-    *(("DrawsAdapters", layout) for layout in ("tp2", "zero1")),
+    *(("DrawsAdapters", layout) for layout in ("tp2", "zero1", "zero3")),
 ]
 
 

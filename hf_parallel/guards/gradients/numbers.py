@@ -50,7 +50,7 @@ class NumbersOfShards:
         for one in given:
             if isinstance(one, Tensor):
                 self._numbers.note(one if one.numel() == 1 else one.detach().double().sum())
-            elif isinstance(one, int | float):
+            elif isinstance(one, int | float) and math.isfinite(one):  # else it overflows, and all ranks skip the step
                 self._numbers.note(one)
 
     def word(self) -> Tensor | int:
