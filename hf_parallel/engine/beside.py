@@ -19,7 +19,6 @@ from hf_parallel.engine.run.direct import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.engine.run.pipeline_inputs import REFUSED, unserved_outputs
 from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
-from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.model.tensors import tensors_in
@@ -74,7 +73,6 @@ def parallelize_beside(
     watchdog: Watchdog,
     compute_dtype: torch.dtype | None,
     watching: Callable[[], Sequence[object]],
-    number: int,
 ) -> Engine | str:
     """Turn a whole model for inference into this rank's part of it; collective. Nothing of it is trained from here on.
 
@@ -86,7 +84,6 @@ def parallelize_beside(
         watchdog: For waits.
         compute_dtype: Autocast dtype of forward passes; None without autocast.
         watching: Gives the modes that follow what user code computes around the trained model.
-        number: Tells it from other models, the same on every rank.
 
     Returns:
         The engine, installed as `model.forward`; or why the model is as it was.
@@ -120,7 +117,6 @@ def parallelize_beside(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(flags[name])
         return str(error)
-    engine.gathers = meeting_of_copy(mesh, f" of model {number}")
     _run_forward_only(engine, watching)
     return engine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import weakref
@@ -22,7 +21,7 @@ from hf_parallel.engine.beside import parallelize_beside
 from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.engine.run.direct import Engine
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.meeting import MEETING_S, Meeting
+from hf_parallel.guards.meeting import MEETING_S, Meeting, topic_of_its_own
 from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.mesh.links import Links
@@ -36,7 +35,6 @@ from hf_parallel.settings.together import other_sums
 
 
 logger = logging.getLogger(__name__)
-_STARTED = itertools.count()  # runs of this process, started by all ranks together
 
 
 class Session:
@@ -83,13 +81,11 @@ class Session:
         self.compute_dtype: torch.dtype | None = None
         self.raw_loop = False
         names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
-        number = next(_STARTED)  # another Trainer of the same processes has meetings of its own
-        self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s), topic=f"all {number}")
+        self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s), topic=topic_of_its_own("all"))
         # Code of users may run on one rank as long as others may wait for it, but for what it takes to say so first.
-        self.flags = Meeting(names, 0.9 * config.monitor.hang_timeout_s, topic=f"flags {number}")
+        self.flags = Meeting(names, 0.9 * config.monitor.hang_timeout_s, topic=topic_of_its_own("flags"))
         self._beside: WeakSet[nn.Module] = WeakSet()  # models for inference beside the attached one
         self._in_parts: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # of those that are cut or sharded
-        self._num_beside = 0
         self._before: set[int] = set()  # parameters of attached models, as they were before
         self._released: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
@@ -200,7 +196,6 @@ class Session:
         if first is not None and first is not model:  # what a cut takes out of this model is not found later
             self._refuse_shared(first, [model])
         self._beside.add(model)
-        self._num_beside += 1
         found = parallelize_beside(
             model,
             self.config,
@@ -209,7 +204,6 @@ class Session:
             watchdog=self.watchdog,
             compute_dtype=self.compute_dtype,
             watching=lambda: () if self.engine is None else self.engine.watching,
-            number=self._num_beside,
         )
         if not isinstance(found, str):
             self._in_parts[id(model)] = found

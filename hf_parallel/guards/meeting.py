@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 MEETING_S = 120.0
+_MADE: Counter[str] = Counter()  # meetings about something in this process; those who meet make them together
 
 
 class Meeting:
@@ -31,7 +33,7 @@ class Meeting:
         names: Names of the ranks.
         bound_s: Longest wait for the others.
         ranks: These ranks, ascending; None for all.
-        topic: Tells this from other meetings in the same job.
+        topic: Tells this from other meetings in the same job, those of models that were trained before (`topic_of_its_own`).
         advice: Advice about a call that not all ranks make.
     """
 
@@ -49,19 +51,33 @@ class Meeting:
         self._store: Store | None = None
         self._calls = 0
 
-    def meet(self, what: str, advice: str | None = None, reason: str = "each rank holds a part of the model") -> None:
+    def meet(
+        self,
+        what: str,
+        advice: str | None = None,
+        reason: str = "each rank holds a part of the model",
+        *,
+        alike: bool = True,
+    ) -> None:
         """Wait until every rank has called this as often; nothing without other ranks.
 
         Args:
             what: The call, in words.
             advice: Advice if not all make it; None for that of all calls.
             reason: Why all must.
+            alike: Whether all must call it in the same words: other calls wait for other messages.
 
         Raises:
-            UnsupportedError: Some did not come in time.
+            UnsupportedError: Some did not come in time, or came to another call.
         """
-        told = self._told(what, alike=False)
+        told = self._told(what, alike=alike)
         if told is not None:
+            apart = next((rank for rank, said in told.items() if alike and said != what), None)
+            if apart is not None:
+                raise UnsupportedError(
+                    f"{what} was called where {self._names[apart]} called {told[apart]}: {reason}, so all must make the same calls. "
+                    f"{advice or self._advice}"
+                )
             here, missing = self._here_and_missing(told)
             raise UnsupportedError(
                 f"{what} was called by {here} and for {self._bound_s:g} s not by {missing}: {reason}, so "
@@ -135,17 +151,22 @@ class Meeting:
         return ", ".join(here), ", ".join(missing)
 
 
-def meeting_of_copy(mesh: Mesh, about: str = "") -> Meeting:
-    """Make the meeting of all ranks of this rank's model copy, for reads that need all of them.
+def topic_of_its_own(about: str) -> str:
+    """Return another topic each time, the same one on all ranks that ask equally often.
 
     Args:
-        mesh: This rank's mesh.
-        about: Tells it from those of another model.
+        about: Tells these ranks, and what they meet for, from others.
     """
+    _MADE[about] += 1
+    return f"{about} {_MADE[about]}"
+
+
+def meeting_of_copy(mesh: Mesh) -> Meeting:
+    """Make the meeting of all ranks of this rank's model copy, for reads that need all of them."""
     return Meeting(
         [mesh.shape.describe(rank) for rank in mesh.copy_ranks],
         ranks=mesh.copy_ranks,
-        topic=f"copy {mesh.dp_rank}{about}",
+        topic=topic_of_its_own(f"copy {mesh.dp_rank}"),
         advice="Read it on every rank, and log on one.",
     )
 
@@ -158,7 +179,7 @@ def meeting_of_replicas(mesh: Mesh, bound_s: float = MEETING_S) -> Meeting:
         [shape.describe(rank) for rank in ranks],
         bound_s,
         ranks=ranks,
-        topic=f"replicas of {ranks[0]}",
+        topic=topic_of_its_own(f"replicas of {ranks[0]}"),
     )
 
 
@@ -168,7 +189,7 @@ def meeting_of_shards(mesh: Mesh) -> Meeting:
     return Meeting(
         [mesh.shape.describe(rank) for rank in ranks],
         ranks=ranks,
-        topic=f"shards of {ranks[0]}",
+        topic=topic_of_its_own(f"shards of {ranks[0]}"),
         advice="Read them on every rank, and log on one.",
     )
 

@@ -370,6 +370,33 @@ def test_a_save_on_rank_0_alone_ends_with_what_to_do(call: str, tmp_path: Path) 
     assert "Take it out of `if accelerator.is_main_process:`" in text
 
 
+def apart_main(rank: int, world_size: int, folder: str) -> list[str]:
+    from hf_parallel import ParallelError
+
+    texts = []
+    for number in range(2):  # the second model meets under keys of its own
+        parts = start({**PP2, "monitor": {"hang_timeout_s": 30.0}}, tiny.llama())
+        accelerator, model, *_ = parts
+        if number == 0:
+            accelerator.get_state_dict(model)
+        try:
+            _ = model.save_pretrained(folder) if accelerator.is_main_process else accelerator.get_state_dict(model)
+        except ParallelError as error:
+            texts.append(str(error))
+        accelerator.hf_parallel.watchdog.stop()
+    return texts
+
+
+@pytest.mark.long
+def test_ranks_that_save_in_different_calls_end_at_once_with_both(tmp_path: Path) -> None:
+    texts = run_ranks(apart_main, 2, str(tmp_path / "x"), tmp_path=tmp_path, timeout=60.0, env=ENV)
+    for text, (here, there) in zip(texts, [(0, 1), (1, 0)], strict=True):
+        calls = ("model.save_pretrained()", "accelerator.get_state_dict()")
+        assert len(text) == 2
+        for one in text:
+            assert f"{calls[here]} was called where rank {there} (pp {there} of 2) called {calls[there]}:" in one
+
+
 # -- gradients that are only added up --------------------------------------------------------------------------------
 
 

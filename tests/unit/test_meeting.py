@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from hf_parallel.errors import ParallelError
-from hf_parallel.guards.meeting import Meeting
+from hf_parallel.guards.meeting import Meeting, topic_of_its_own
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, flags: list[str | None], bound_s: float) -> list[str]:
+def agree(meeting: Meeting, flags: str) -> None:
+    meeting.agree(flags, 7)
+
+
+def answers(
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str | None],
+    bound_s: float,
+    come_to: Callable[[Meeting, str], None] = agree,
+) -> list[str]:
     """What each rank is told when it comes with these flags after step 7; those with None do not come."""
     store, place = dist.HashStore(), threading.local()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -23,7 +33,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, flags: list[str | None], bound_s: f
         meeting = Meeting([f"rank {one}" for one in range(len(flags))], bound_s, topic="flags")
         meeting._store = store
         try:
-            meeting.agree(str(flags[rank]), 7)
+            come_to(meeting, str(flags[rank]))
         except ParallelError as error:
             return str(error)
         return ""
@@ -50,3 +60,22 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             "TrainerControl has should_training_stop after step 7 on rank 0, rank 2 and for 0.1 s not on rank 1:"
             in text
         )
+
+
+def test_ranks_that_meet_in_different_calls_are_told_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str | None] = ["model.save_pretrained()", "accelerator.get_state_dict()"]
+    one, other = answers(monkeypatch, calls, 30.0, Meeting.meet)
+    assert (
+        "model.save_pretrained() was called where rank 1 called accelerator.get_state_dict(): each rank holds a part"
+        in one
+    )
+    assert "accelerator.get_state_dict() was called where rank 0 called model.save_pretrained()" in other
+    assert "Take it out of `if accelerator.is_main_process:`" in one
+
+
+def test_ranks_that_meet_in_the_same_call_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answers(monkeypatch, ["model.save_pretrained()"] * 3, 30.0, Meeting.meet) == ["", "", ""]
+
+
+def test_a_second_model_of_a_process_meets_under_keys_of_its_own() -> None:
+    assert len({topic_of_its_own("copy 0"), topic_of_its_own("copy 0"), topic_of_its_own("copy 1")}) == 3

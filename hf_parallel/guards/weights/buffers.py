@@ -135,6 +135,7 @@ class MovingBuffers:
             self._meeting.meet(
                 f"the exchange of buffer {names[0]}, which user code changed between two forward passes,",
                 "Change it on every replica in the same step: all get the values of the first one.",
+                alike=False,  # each replica may have changed others first
             )
             self._share(names)
 

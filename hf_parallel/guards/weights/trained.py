@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.guards.meeting import MEETING_S, Meeting
+from hf_parallel.guards.meeting import MEETING_S, Meeting, topic_of_its_own
 from hf_parallel.mesh.groups import Mesh
 
 
@@ -75,8 +75,7 @@ class SameChange:
         if mesh.copies_group is not None:
             ranks = dist.get_process_group_ranks(mesh.copies_group)
             names = [mesh.shape.describe(rank) for rank in ranks]
-            # The name of a group is that of no other one in the job.
-            topic = f"trained {mesh.copies_group.group_name}"
+            topic = topic_of_its_own(f"trained {ranks[0]}")
             self._meeting = Meeting(names, PATIENCE_S, ranks=ranks, topic=topic)
 
     def meet(self, changed: Sequence[tuple[str, bool]]) -> None:
