@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import hf_parallel
+from hf_parallel.cli.adapters_option import Command
 
 
 # Name -> its module, its function, and the first sentence of its help: `--help` imports none of them.
@@ -44,7 +45,9 @@ class _Commands(TyperGroup):
             return None
         module, function, _ = COMMANDS[cmd_name]
         alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-        alone.command(name=cmd_name)(getattr(importlib.import_module(f"hf_parallel.cli.{module}"), function))
+        alone.command(name=cmd_name, cls=Command)(
+            getattr(importlib.import_module(f"hf_parallel.cli.{module}"), function)
+        )
         return typer.main.get_command(alone)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from hf_parallel.cli.adapters_option import Adapters
 from hf_parallel.cli.answers import working, writing
 from hf_parallel.errors import ConfigError
 
@@ -39,7 +40,7 @@ def plan(  # noqa: PLR0913 - the options are the interface
         str, typer.Option(help="tokens (the fastest), memory (the smallest) or min-gpus (the fewest that fit).")
     ] = "tokens",
     layout: Annotated[str, typer.Option(help="What is given, such as kernels=compiled,attention=flash.")] = "",
-    adapters: Annotated[int, typer.Option(help="Parameters that are trained instead of the model's (LoRA).")] = 0,
+    adapters: Adapters = "0",
     bits: Annotated[
         float,
         typer.Option(
@@ -58,6 +59,7 @@ def plan(  # noqa: PLR0913 - the options are the interface
 ) -> None:
     """Rank the layouts of a cluster by predicted time, with their memory; starts nothing and needs no GPU."""
     from hf_parallel.cli.plan_plot import refuse_plot
+    from hf_parallel.planner.adapters import adapters_of
     from hf_parallel.planner.search import plan as search
 
     sizes: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu}
@@ -67,9 +69,8 @@ def plan(  # noqa: PLR0913 - the options are the interface
     try:
         if plot is not None:
             refuse_plot(plot)
-        given = (
-            _mapping(layout) | ({"adapters": adapters} if adapters else {}) | ({"block_bits": bits} if bits else {})
-        )
+        beside = adapters_of(adapters, model)
+        given = _mapping(layout) | ({"adapters": beside} if beside else {}) | ({"block_bits": bits} if bits else {})
         cluster = _cluster(sizes, calibrate, seq=seq, batch=batch, top=top)
         asked: dict[str, Any] = {"seq_len": seq, "global_batch": batch, "layout": given}
         if scaling or plot is not None:

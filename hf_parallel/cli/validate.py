@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_parallel.cli.adapters_option import Adapters
 from hf_parallel.cli.answers import log_lines_on_stderr, working
 from hf_parallel.dry_run.check_file import Checked, Finding, check_file
 from hf_parallel.dry_run.fit import Verdict, accumulation_of, batch_errors, judge, layout_of_file
@@ -17,6 +18,7 @@ from hf_parallel.machine.facts import this_machine
 from hf_parallel.memory.report import GB, describe
 from hf_parallel.memory.shape import shape_of
 from hf_parallel.memory.terms import Precision, Work
+from hf_parallel.planner.adapters import adapters_of
 from hf_parallel.settings.recipes import find_recipe
 
 
@@ -31,7 +33,7 @@ class _Request:
     work: Work
     accumulation: int | None
     global_batch: int | None
-    adapters: int
+    adapters: str
     bits: float
     gpu_gb: float | None
     host_gb: float | None
@@ -51,9 +53,7 @@ def validate(  # noqa: PLR0913 - each is an option
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of a step on all replicas, to be checked.")
     ] = None,
-    adapters: Annotated[
-        int, typer.Option(min=0, help="Parameters that are trained on top of the model instead of it (LoRA).")
-    ] = 0,
+    adapters: Adapters = "0",
     bits: Annotated[
         float,
         typer.Option(
@@ -72,7 +72,7 @@ def validate(  # noqa: PLR0913 - each is an option
     """Check a config file; exit with 1 and every problem, with its line, if it cannot work."""
     if dtype not in (None, *DTYPES):
         raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(DTYPES)}.", param_hint="--dtype")
-    if bits and not adapters:
+    if bits and adapters == "0":
         raise typer.BadParameter(
             f"{bits:g} without --adapters: quantised weights are not trained.", param_hint="--bits"
         )
@@ -104,8 +104,9 @@ def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
         layout = layout_of_file(checked, request.dtype)
         from hf_parallel.activation_checkpointing.recorded import variant_of  # brings torch
 
-        shape = shape_of(request.model, layout.precision, variant_of(layout, adapted=request.adapters > 0))
-        shape = dataclasses.replace(shape, adapters=request.adapters, block_bits=request.bits)
+        adapters = adapters_of(request.adapters, request.model)
+        shape = shape_of(request.model, layout.precision, variant_of(layout, adapted=adapters > 0))
+        shape = dataclasses.replace(shape, adapters=adapters, block_bits=request.bits)
         verdict = judge(checked, shape, work, gpu_bytes, host_bytes, request.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]

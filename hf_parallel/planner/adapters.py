@@ -4,12 +4,14 @@ a quantised model moves.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
+from hf_parallel.errors import ConfigError
 from hf_parallel.memory.variant import USUAL_RANK
 from hf_parallel.planner.layout import LayoutSpec
-from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
+from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product, profile_of
 
 
 # Of a model's parameters, what adapters have at most: more that are trained are some of its own.
@@ -27,6 +29,33 @@ MOVED: Final = {
     "norms": ((1, 6), (5, 4)),
     "fused": ((0, 0), (0, 0)),
 }
+
+
+def adapters_of(text: str, model: Any) -> int:
+    """Number of parameters of adapters, from that number or from their rank.
+
+    Args:
+        text: A number of 0 or more, or a rank such as r16: that of LoRA on every linear layer of the blocks. Stacks of experts
+            are no linear layers.
+        model: A transformers config, or a path to one.
+
+    Raises:
+        ConfigError: The text is neither, or a rank without a model.
+    """
+    if text.isdecimal():
+        return int(text)
+    rank = re.fullmatch(r"r([1-9][0-9]*)", text)
+    if rank is None:
+        raise ConfigError(
+            f"adapters={text}: expected an integer of 0 or more, the parameters that are trained, or a rank such as r16."
+        )
+    if model is None:
+        raise ConfigError(
+            f"adapters={text!r}: a rank counts the linear layers of a model. Give the model, or a number of parameters."
+        )
+    profile = profile_of(model)
+    blocks = (profile.kinds[kind].products for kind in profile.layers)
+    return int(rank[1]) * sum(_widths([one for one in products if one.stored == 1]) for products in blocks)
 
 
 def is_beside(profile: ModelProfile, spec: LayoutSpec) -> bool:

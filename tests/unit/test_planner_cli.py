@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 from hf_parallel.cli.main import app
@@ -111,6 +111,18 @@ def test_adapters_need_less(command: list[str]) -> None:
     assert adapters["step_s"] < whole["step_s"]
 
 
+@pytest.mark.parametrize("options", [("--adapters",), ("--adapters", "r16"), ("--adapters=r16",)])
+def test_adapters_of_a_rank_are_those_of_peft(command: list[str], options: tuple[str, ...]) -> None:
+    peft = pytest.importorskip("peft")
+    config = AutoConfig.from_pretrained(command[command.index("--model") + 1])
+    model = AutoModelForCausalLM.from_config(config)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    result = CliRunner().invoke(app, [*command, *options, "--json"])
+    assert result.exit_code == 0, result.output
+    assert {plan["layout"]["adapters"] for plan in json.loads(result.output)} == {trained}
+
+
 def test_the_example_of_the_page_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text()
     code, printed = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
@@ -146,7 +158,11 @@ def test_one_layout_is_explained_by_term(command: list[str]) -> None:
         (["--why", "tp"], "expected key=value"),
         (["--objective", "token"], "Did you mean tokens"),
         (["--why", "tp=2,dp=2,micro_batch=3"], "it is a multiple of 6"),
-        (["--adapters", "-1"], "adapters=-1: expected an integer of 0 or more"),
+        (
+            ["--adapters", "-1"],
+            "adapters=-1: expected an integer of 0 or more, the parameters that are trained, or a rank",
+        ),
+        (["--adapters", "r0"], "adapters=r0: expected an integer of 0 or more"),
         (["--layout", "kernels=egaer"], "Did you mean eager"),
     ],
 )

@@ -493,6 +493,7 @@ def test_adapters_are_counted_instead_of_the_model(model: str) -> None:
     options = ("--model", model, "--dtype", "half", "--gpu-gb", "24", "--host-gb", "64")
     assert "GPU memory: " in invoke("budget_3090_lora", *options).output
     assert invoke("budget_3090_lora", *options, "--adapters", "40000000").exit_code == 0
+    assert invoke("budget_3090_lora", *options, "--adapters", "r16").exit_code == 0
     small = (*options[:-3], "12", *options[-2:], "--adapters", "40000000")
     assert invoke("budget_3090_lora", *small).exit_code == 1
     assert invoke("budget_3090_lora", *small, "--bits", "4.13").exit_code == 0

@@ -1,0 +1,32 @@
+"""The option `--adapters N`, `--adapters r16` or `--adapters` alone, of commands that count what adapters take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, TypeAlias
+
+import typer
+from typer.core import TyperCommand
+
+
+USUAL: Final = "r16"
+Adapters: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="[N|rR]",
+        help=f"Parameters that are trained instead of the model's: N, or LoRA of rank R on all linear layers (alone: {USUAL}).",
+    ),
+]
+
+
+class Command(TyperCommand):
+    """A command whose `--adapters` may stand alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give `--adapters` its usual value where another option follows, or nothing."""
+        following = [*args[1:], "--"]
+        filled = [
+            word
+            for arg, after in zip(args, following, strict=True)
+            for word in ([arg, USUAL] if arg == "--adapters" and after.startswith("--") else [arg])
+        ]
+        return super().parse_args(ctx, filled)
