@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, Final, TypeAlias
 
 import typer
@@ -23,10 +24,9 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Give `--adapters` its usual value where another option follows, or nothing."""
-        following = [*args[1:], "--"]
         filled = [
             word
-            for arg, after in zip(args, following, strict=True)
+            for arg, after in pairwise([*args, "--"])
             for word in ([arg, USUAL] if arg == "--adapters" and after.startswith("--") else [arg])
         ]
         return super().parse_args(ctx, filled)

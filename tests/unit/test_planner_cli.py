@@ -207,3 +207,9 @@ def test_a_config_that_is_not_there_is_no_name_of_a_model(tmp_path: Path) -> Non
     result = CliRunner().invoke(app, ["plan", "--model", "path/too/config.json", *options])
     assert result.exit_code == 1
     assert "'path/too/config.json': no config found: there is no such file in" in result.output
+
+
+def test_a_request_without_options_says_which_are_missing() -> None:
+    result = CliRunner().invoke(app, ["plan"])
+    assert result.exit_code == 2
+    assert "Missing option '--model'" in result.output
