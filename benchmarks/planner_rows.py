@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import LayoutSpec, layout_of
+from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.predict import Estimate, estimate, step_of
 from hf_parallel.planner.profile import ModelProfile, profile_of
+from hf_parallel.planner.read_layout import layout_of
 
 
 TABLES: Final = Path(__file__).parent / "planner_tables.csv"

@@ -21,8 +21,9 @@ from recipes_page import checked_recipe, config_of, run_of
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import LayoutSpec, layout_of
+from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.predict import predict
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.planner.search import TIE, plan
 from hf_parallel.settings.config import HFParallelConfig

@@ -152,10 +152,10 @@ def _mapping(text: str) -> dict[str, Any]:
 
 def _alone(model: str, cluster: Any, layout: dict[str, Any], seq_len: int, global_batch: int) -> Plan:
     """One layout; micro-batches that are not given make up the global batch."""
-    from hf_parallel.planner.layout import layout_of
     from hf_parallel.planner.links import traffic
     from hf_parallel.planner.predict import placed, predict
     from hf_parallel.planner.profile import profile_of
+    from hf_parallel.planner.read_layout import layout_of
     from hf_parallel.planner.search import Plan
 
     spec = layout_of(layout, cluster)

@@ -24,10 +24,11 @@ from hf_parallel.planner.collectives import (
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass, whole_experts
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import LayoutSpec, layout_of
+from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.memory import memory_bytes
 from hf_parallel.planner.pipeline import cut, makespan, placement
 from hf_parallel.planner.profile import ModelProfile, profile_of
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.settings.values import spelled
 
 

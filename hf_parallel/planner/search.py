@@ -10,10 +10,11 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.planner.candidates import Request, candidates, even_bytes, smaller_clusters
 from hf_parallel.planner.checks import all_of, choose, whole
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import KEYS, LayoutSpec, layout_of
+from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.links import Traffic, traffic
 from hf_parallel.planner.predict import Estimate, check_experts, estimate, placed, step_of
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.read_layout import KEYS, layout_of
 from hf_parallel.planner.remedies import fits_nowhere
 from hf_parallel.settings.values import spelled
 

@@ -18,9 +18,9 @@ from hf_parallel.mesh.links import Links
 from hf_parallel.mesh.one_rank import on_rank_zero
 from hf_parallel.mesh.placement import Sent
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.links import sent_of_ranks
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS

@@ -26,9 +26,9 @@ from hf_parallel import sharded_loading
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.expert_parallel import exchange as exchange_module
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.links import sent_of_ranks
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.tensor_parallel.run.functions import VirtualGroup
 

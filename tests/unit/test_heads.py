@@ -9,9 +9,9 @@ from hf_parallel.memory.estimate import parameters_of_ranks
 from hf_parallel.memory.heads import beyond_even, most_heads
 from hf_parallel.memory.shape import shape_of_config
 from hf_parallel.memory.terms import Layout
-from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.memory import parameters_of_ranks as planned_parameters
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.read_layout import layout_of
 
 
 # Queries, keys and values, ranks -> what a dry run of rank 0 has of both.

@@ -14,7 +14,7 @@ from hf_parallel import HFParallelCallback, HFParallelTrainer
 from hf_parallel.checkpoints.state.description import DESCRIPTION
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.trainer.callback import refuse_arguments
+from hf_parallel.trainer.arguments import refuse_arguments
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 
 

@@ -15,9 +15,9 @@ from hf_parallel.planner.adapters import adapted
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.cost import Pass, Place, block_pass
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.memory import memory_bytes, saved_by_block
 from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.search import plan
 
 

@@ -14,11 +14,11 @@ from hf_parallel.planner.collectives import Group, all_reduce, bytes_s, group_of
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.cost import Place, attention_pass
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import CHOICES, layout_of
 from hf_parallel.planner.memory import kept_activations, memory_bytes
 from hf_parallel.planner.pipeline import cut, makespan, placement
 from hf_parallel.planner.predict import predict
 from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
+from hf_parallel.planner.read_layout import CHOICES, layout_of
 from hf_parallel.planner.search import plan
 
 

@@ -13,10 +13,10 @@ from hf_parallel.memory.estimate import parameters_of_ranks, states
 from hf_parallel.memory.shape import shape_of_config
 from hf_parallel.memory.terms import Layout
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.links import traffic
 from hf_parallel.planner.predict import placed
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of, rows_of, settings_of
 from hf_parallel.settings.config import HFParallelConfig
 

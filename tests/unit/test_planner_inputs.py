@@ -10,8 +10,9 @@ from transformers import GPT2Config
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster, gpu_table
-from hf_parallel.planner.layout import LayoutSpec, layout_of
+from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.predict import COMPRESSED, predict
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.planner.search import plan
 from hf_parallel.settings.config import HFParallelConfig

@@ -14,10 +14,10 @@ from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.planner.collectives import groups_of, orders_of, stays_on_node
 from hf_parallel.planner.guide import guide, rule_for
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.links import Traffic, traffic
 from hf_parallel.planner.predict import predict
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of, rows_of, settings_of
 from hf_parallel.planner.scaling import scaling
 from hf_parallel.planner.search import plan

@@ -23,11 +23,11 @@ from hf_parallel.memory.variant import PLAIN, Variant
 from hf_parallel.planner.adapters import is_beside
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.memory import saved_by_block
 from hf_parallel.planner.own import recorded_of
 from hf_parallel.planner.predict import predict, step_of
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import ActivationCheckpointingConfig

@@ -11,9 +11,10 @@ from transformers import LlamaConfig
 
 from hf_parallel.planner.candidates import Request, candidates, even_bytes
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import CHOICES, LayoutSpec, layout_of
+from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.predict import estimate
 from hf_parallel.planner.profile import ModelProfile, profile_of
+from hf_parallel.planner.read_layout import CHOICES, layout_of
 from hf_parallel.planner.search import plan
 
 

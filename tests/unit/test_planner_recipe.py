@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from hf_parallel import Cluster, plan
 from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.layout import LayoutSpec, layout_of
+from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of, rows_of, settings_of
 from hf_parallel.settings.config import HFParallelConfig
 

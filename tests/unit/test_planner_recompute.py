@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.links import traffic
 from hf_parallel.planner.predict import Estimate, predict
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of, settings_of
 from hf_parallel.settings.config import HFParallelConfig
 

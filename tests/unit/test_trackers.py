@@ -14,7 +14,7 @@ from transformers.integrations import WandbCallback, integration_utils
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.trainer.callback import refuse_arguments
+from hf_parallel.trainer.arguments import refuse_arguments
 
 
 @pytest.fixture
