@@ -15,6 +15,7 @@ from hf_parallel.planner.scaling import Scaled
 from hf_parallel.planner.search import Plan
 
 
+LONGEST_WORD: Final = len("overlap_gather=False,")
 AXES: Final = ("tp", "pp", "dp", "zero", "micro_batch", "num_microbatches")
 
 
@@ -28,10 +29,13 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def _table(*columns: str) -> Table:
-    """A table in which the layout alone wraps."""
-    table = Table(box=None, pad_edge=False)
+    """A table in which the layout alone wraps, at words where 80 columns are there."""
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     for column in columns:
-        table.add_column(column, no_wrap=column not in ("layout", "computation : messages"), overflow="fold")
+        wraps = column in ("layout", "computation : messages")
+        table.add_column(
+            column, no_wrap=not wraps, overflow="fold", min_width=LONGEST_WORD if column == "layout" else None
+        )
     return table
 
 
@@ -67,7 +71,7 @@ def show(plans: Sequence[Plan], as_json: bool) -> None:
     if as_json:
         _print_json([_facts(one) for one in plans])
         return
-    table = _table("", "layout", "step s", "tokens/s", "mfu", "bubble", "messages s", "GB")
+    table = _table("", "layout", "step s", "tokens/s", "mfu", "bubble", "messages\ns", "GB")
     common = _common(plans)
     for place, one in enumerate(plans, 1):
         own = one.estimate
@@ -97,7 +101,7 @@ def show_scaling(rows: Sequence[Scaled], as_json: bool) -> None:
     if as_json:
         _print_json([_facts(one.plan) | {"speed_up": one.speed_up, "ratio": one.ratio} for one in rows])
         return
-    table = _table("GPUs", "layout", "tokens/s", "speed-up", "step s", "messages s", "computation : messages")
+    table = _table("GPUs", "layout", "tokens/s", "speed-up", "step s", "messages\ns", "computation : messages")
     for one in rows:
         own = one.plan.estimate
         table.add_row(
