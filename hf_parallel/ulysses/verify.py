@@ -316,6 +316,11 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor 
 def _compare(plain: Found, parts: Found, shared: Shared) -> str:
     """Compare two passes; gives what is wrong, "" if nothing is; collective."""
     group = shared.group
+    if endless := _not_finite(plain):
+        return (
+            f"{endless} of the whole model is not finite on a batch of the check, so nothing can be compared with it. Load "
+            "weights with which it is."
+        )
     wrong = []
     if (error := _error(parts.loss, plain.loss)) > TOLERANCE:
         wrong.append(f"the loss (relative error {error:.1e})")
@@ -336,6 +341,21 @@ def _compare(plain: Found, parts: Found, shared: Shared) -> str:
     if not wrong:
         return ""
     return f"{_first_difference(plain.trail, parts.trail, group.rank)} ({', '.join(wrong[:3])})"
+
+
+def _not_finite(plain: Found) -> str:
+    """The loss or the gradient of the plain model that is no number; "" if there is none. Logits of padding may be."""
+    named = {f"the gradient of {name}": value for name, value in plain.gradients.items()}
+    odd = (
+        what
+        for what, value in {"the loss": plain.loss, **named}.items()
+        if value is not None and not _is_finite(value)
+    )
+    return next(odd, "")
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(value.isfinite().all())
 
 
 def _first_difference(plain: Trail, parts: Trail, rank: int) -> str:
