@@ -226,7 +226,7 @@ def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = with_adapters_of(model, type(base_model(model))(config))
-        _strengthen(made)
+        strengthen(made)
     there = dict(model.named_parameters())
     for name, parameter in made.named_parameters():
         other = there[name]
@@ -245,7 +245,7 @@ def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
     return made
 
 
-def _strengthen(model: nn.Module) -> None:
+def strengthen(model: nn.Module) -> None:
     """Draw fresh matrices again that are zero or next to it: a block that adds nothing computes nothing wrong. In place.
 
     Configs may name any spread, and weights that were trained have grown since; products of several small ones get lost.

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
 import zoo
+from counted_calls import sizes_of_calls
 from torch import Tensor, nn
-from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers import Llama4ForCausalLM, Llama4TextConfig, MixtralConfig, MixtralForCausalLM
 from zoo.experts import difference, sweep_experts
 from zoo.experts_page import HEADER, MARK, expert_lines, expert_totals
 from zoo.parts import is_of_this_release, part_of
 
 from hf_parallel.batches import empty_microbatch
+from hf_parallel.engine.plan import experts as plan_experts_of_run
+from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.expert_parallel import exchange
 from hf_parallel.expert_parallel.plan import find_kinds, plan_experts, refuse_without_experts
 from hf_parallel.memory.estimate import estimate
 from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.mesh.shape import MeshShape
+from hf_parallel.model import narrow
+from hf_parallel.model.samples import tiny_samples
 from hf_parallel.settings.config import HFParallelConfig
 
 
@@ -255,3 +261,47 @@ def test_the_page_has_the_totals_of_its_rows() -> None:
     assert f"Types: {len(types)}. Exact: {exact}. Refused with a reason: {refused}." in part
     assert expert_totals([], [])[0].split()[0] == "Types:"
     assert {row[1] for row in cells} <= {"exact", "refused"}
+
+
+def experts_found(model: Any, **forms: Any) -> tuple[list[int], list[str]]:
+    """Elements of the models that were tried for experts, and the roots of the experts that are spread."""
+    setup: Any = SimpleNamespace(
+        model=model,
+        mesh=SimpleNamespace(shape=SimpleNamespace(ep_size=2)),
+        watchdog=SimpleNamespace(waiting=None),
+    )
+    sizes = sizes_of_calls(plan_experts_of_run, "find_kinds")
+    made = Forms(model, tiny_samples(64, use_cache=False)[0], **forms)
+    return sizes, [one.root for one in plan_experts_of_run.spread_over(setup, made, None).modules]
+
+
+def test_experts_of_a_deep_wide_model_are_tried_on_few_narrow_blocks_and_the_whole_has_the_last_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(narrow, "SMALL", 0)
+    monkeypatch.setattr(plan_experts_of_run, "on_rank_zero", lambda find, _, waiting: find())
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=12, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model: Any = MixtralForCausalLM(config).train()
+    roots = [f"model.layers.{index}.mlp" for index in range(12)]
+    whole, real = sum(p.numel() for p in model.parameters()), plan_experts_of_run.find_kinds
+    monkeypatch.setattr(plan_experts_of_run, "find_kinds", real)  # put back at the end
+    sizes, found = experts_found(model)
+    assert len(sizes) == 1
+    assert sizes[0] < whole / 10
+    assert [root.removesuffix(".experts") for root in found] == roots
+
+    def refused(tried: Any, *rest: Any) -> Any:
+        if tried is not model:
+            raise PlanError("of a smaller one")
+        return real(tried, *rest)
+
+    monkeypatch.setattr(plan_experts_of_run, "find_kinds", refused)
+    sizes, again = experts_found(model)
+    assert again == found
+    assert sizes == sorted(sizes)
+    assert (len(sizes), sizes[-1]) == (3, whole)
+    monkeypatch.setattr(plan_experts_of_run, "find_kinds", real)
+    assert experts_found(model, tries_fewer=False) == ([whole], found)

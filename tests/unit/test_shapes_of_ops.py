@@ -89,6 +89,16 @@ def test_the_default_dtype_and_kinds_of_numbers_are_told_apart() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_products_of_experts_have_the_shapes_of_their_kernel_in_every_dtype(dtype: torch.dtype) -> None:
+    rows, weights = torch.ones(6, 16, dtype=dtype), torch.ones(3, 8, 16, dtype=dtype).transpose(1, 2)
+    ends = torch.tensor([2, 3, 6], dtype=torch.int32)
+    grouped = aten._grouped_mm.default
+    made = shapes_of_ops.call(grouped, (rows.to("meta"), weights.to("meta"), ends.to("meta")), {})
+    real = grouped(rows, weights, ends)
+    assert facts(made)[:3] == facts(real)[:3]
+
+
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "gemma3n", "llama_lora"])
 def test_records_of_a_model_are_those_without_what_is_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[Any] = []

@@ -17,16 +17,20 @@ from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), ("mixtral", torch.bfloat16)]
+    ("name", "dtype", "experts"),
+    [
+        *((name, torch.float32, "") for name in CONFIGS),
+        *(("mixtral", dtype, "grouped_mm") for dtype in (torch.bfloat16, torch.float32)),
+    ],
 )
-def test_the_plan_is_the_same_on_meta_and_on_data(name: str, dtype: torch.dtype) -> None:
+def test_the_plan_is_the_same_on_meta_and_on_data(name: str, dtype: torch.dtype, experts: str) -> None:
     model = build(name).to(dtype)
-    if dtype == torch.bfloat16:
-        model.set_experts_implementation("grouped_mm")  # the only one of torch's that needs no values, bf16 only
+    if experts:
+        model.set_experts_implementation(experts)  # the only one of torch's that needs no values
     samples = probe_samples(model, VOCAB)
     plan, real = discover_stages(model, samples), discover_stages(model, samples, try_meta=False)
     assert (plan.discovered_on, real.discovered_on) == (
-        "cpu" if name == "mixtral" and dtype == torch.float32 else "meta",
+        "cpu" if name == "mixtral" and not experts else "meta",
         "cpu",
     )
     assert plan.fingerprint() == real.fingerprint()

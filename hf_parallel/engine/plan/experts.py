@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from contextlib import nullcontext, suppress
 
 from torch import nn
 
 from hf_parallel.compat.private_peft import tuner_layers
+from hf_parallel.engine.plan.forms import Forms
 from hf_parallel.engine.plan.setup import Setup, StandIn
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.expert_parallel.expert_plan import ExpertKind, ExpertPlan
 from hf_parallel.expert_parallel.plan import find_kinds, plan_experts, stack_owners
 from hf_parallel.mesh.one_rank import on_rank_zero
-from hf_parallel.model.narrow import narrow_model
-from hf_parallel.model.probes import Probes
-from hf_parallel.model.stack import candidate_stacks
 
 
-def spread_over(setup: Setup, probes: Probes, stand_in: StandIn | None) -> ExpertPlan:
+def spread_over(setup: Setup, forms: Forms, stand_in: StandIn | None) -> ExpertPlan:
     """The plan, the same on every rank; collective.
 
     Args:
         setup: The whole model.
-        probes: The batches to try it with.
+        forms: The smaller models that stand for it.
         stand_in: For a model without values.
 
     Raises:
@@ -33,21 +30,27 @@ def spread_over(setup: Setup, probes: Probes, stand_in: StandIn | None) -> Exper
     ep_size = setup.mesh.shape.ep_size
 
     def find() -> list[ExpertKind]:
-        model, batch = _small(setup.model, probes.batch) if stand_in is None else stand_in.model(probes.batch)
-        return find_kinds(model, ep_size, batch)
+        if stand_in is not None:
+            model, batch = stand_in.model(forms.sample)
+            return find_kinds(model, ep_size, batch)
+        return _found(forms, ep_size)
 
     _refuse_adapters(setup.model, ep_size)
     kinds = on_rank_zero(find, "tries the experts on several ranks", waiting=setup.watchdog.waiting)
     return plan_experts(setup.model, kinds, ep_size)
 
 
-def _small(model: nn.Module, sample: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
-    """A narrow model that runs as this one does, and the batch for it; this one where there is none."""
-    try:
-        narrow = narrow_model(model, candidate_stacks(model)[0], sample)
-    except PlanError:  # no list of blocks
-        return model, sample
-    return (model, sample) if narrow is None else (narrow.model, narrow.batch(sample))
+def _found(forms: Forms, ep_size: int) -> list[ExpertKind]:
+    """The kinds of experts in the smallest form that has some which compute the same; the whole model has the last word.
+
+    Raises:
+        PlanError: Of the whole model, which has the names that users know.
+    """
+    for model, batch in forms.from_narrow():
+        with nullcontext() if model is forms.whole else suppress(PlanError):
+            if kinds := find_kinds(model, ep_size, batch):
+                return kinds
+    return []
 
 
 def _refuse_adapters(model: nn.Module, ep_size: int) -> None:

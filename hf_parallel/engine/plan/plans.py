@@ -102,7 +102,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
                 forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
             if shape.ep_size > 1:
-                experts = spread_over(setup, probes, stand_in)
+                experts = spread_over(setup, forms, stand_in)
             if found is not None and shape.pp_size > 1:
                 cut = plan_cut(setup, found, probes, forms, stand_in, shards)
             recomputed = _recomputed(setup, found, cut)

@@ -22,7 +22,7 @@ from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.fewer import config_with_blocks
-from hf_parallel.model.narrow import forward_if_alike, narrow_config
+from hf_parallel.model.narrow import forward_if_alike, narrow_config, strengthen
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks, kind_of
 from hf_parallel.model.support import refuse_model
@@ -210,7 +210,9 @@ def _with_random_weights(blueprint: Blueprint, skeleton: nn.Module, tp_size: int
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return blueprint.build(copy.deepcopy(blueprint.config), dtype=torch.float32)
+        model = blueprint.build(copy.deepcopy(blueprint.config), dtype=torch.float32)
+        strengthen(model)
+    return model
 
 
 def _size(module: nn.Module) -> int:
