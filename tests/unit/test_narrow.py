@@ -176,6 +176,17 @@ def test_a_model_without_values_is_planned_by_a_narrow_one(kind: str) -> None:
     assert judge_loss(small, batch) == judge_loss(wide(kind), sample())
 
 
+@pytest.mark.parametrize("spread", [0.0, 1e-6])
+def test_what_stands_for_unread_weights_computes_something_in_every_block(spread: float) -> None:
+    """A config may name any spread; of blocks that add next to nothing no trial shows what is wrong."""
+    config = LlamaConfig(**LLAMA | WIDE | {"initializer_range": spread})
+    with torch.device("meta"):
+        blueprint = weights.blueprint_of(AutoModelForCausalLM.from_config(config).train())
+    small, _ = weights._stand_in(blueprint).model(sample())
+    faint = [n for n, p in small.named_parameters() if p.ndim > 1 and float(p.detach().std()) < narrow_module.FAINT / 2]
+    assert faint == []
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {"pp": {"pp_size": 2}, "tp": {"tp_size": 2}}
 
 
