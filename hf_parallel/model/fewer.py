@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import module_hooks, own_modules
 from hf_parallel.compat.private_transformers import makes_inputs_trained
-from hf_parallel.model.libraries import LIBRARIES, STOCK, package_of
+from hf_parallel.model.libraries import LIBRARIES, QUANTISES, STOCK, package_of
 from hf_parallel.model.meta import inputs_on_meta, on_meta
 from hf_parallel.model.record import Op, Record, record_forward
 from hf_parallel.model.stack import blocks_of, kind_of
@@ -164,18 +164,24 @@ def config_with_blocks(config: PretrainedConfig, depth: int, kept: Sequence[int]
     return made
 
 
-def is_stock(model: nn.Module) -> bool:
-    """Whether all modules are of libraries, run the forward that those gave them, and nobody else listens to them."""
-    return all(_is_stock_module(module) for module in model.modules())
+def is_stock(model: nn.Module, *, quantised: bool = False) -> bool:
+    """Whether all modules are of libraries, run the forward that those gave them, and nobody else listens to them.
+
+    Args:
+        model: The model.
+        quantised: Whether layers with quantised weights may be among them.
+    """
+    packages = (*STOCK, *QUANTISES) if quantised else STOCK
+    return all(_is_stock_module(module, packages) for module in model.modules())
 
 
-def _is_stock_module(module: nn.Module) -> bool:
+def _is_stock_module(module: nn.Module, packages: Sequence[str]) -> bool:
     functions = [type(module).forward, *(v for v in vars(module).values() if isinstance(v, CALLABLE))]
     return (
-        package_of(type(module).__module__) in STOCK
+        package_of(type(module).__module__) in packages
         and "forward" not in vars(module)
         and all(makes_inputs_trained(hook) for hooks in module_hooks(module) for hook in hooks.values())
-        and all(package_of(_home(function)) in STOCK for function in functions)
+        and all(package_of(_home(function)) in packages for function in functions)
     )
 
 
@@ -201,7 +207,7 @@ def _home(function: Any) -> str:
 def kinds_of_blocks(model: nn.Module, record: Record) -> list[Kind] | None:
     """Kind of each block, equal where settings and ops are the same; None where blocks cannot be compared."""
     blocks = blocks_of(model, record.stack)
-    if sorted(record.blocks) != list(range(len(blocks))) or not is_stock(model):
+    if sorted(record.blocks) != list(range(len(blocks))) or not is_stock(model, quantised=True):
         return None
     if any(2 * len(blocks) > op.epoch > 0 and any(name in op.name for name in READS_VALUES) for op in record.ops):
         return None

@@ -10,6 +10,7 @@ STOCK: Final = (
     "transformers",
     "peft",
 )  # packages whose code does not depend on which block of a stack runs it
+QUANTISES: Final = ("bitsandbytes",)  # nor does theirs, but their layers may write to their weights
 LIBRARIES: Final = frozenset(
     {*STOCK, "accelerate", "bitsandbytes", "deepspeed", "hf_parallel", "liger_kernel", "torchao", "trl"}
 )

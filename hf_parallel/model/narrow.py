@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hf_parallel.compat.private_peft import base_model, with_adapters_of
+from hf_parallel.compat.private_quantised import quantise_as, shape_of
 from hf_parallel.compat.private_torch import own_buffers
 from hf_parallel.compat.private_transformers import copy_activation_checkpointing, copy_loss_function
 from hf_parallel.model.fewer import READS_VALUES, is_stock, same_ops
@@ -112,7 +113,7 @@ def forward_if_alike(narrow: nn.Module, wide: nn.Module, stack: str, sample: Map
         sample: A batch of text.
     """
     plain = all(name in TEXT for name, value in sample.items() if isinstance(value, Tensor))
-    if not (plain and is_stock(wide) and _is_wide(wide)):
+    if not (plain and is_stock(wide, quantised=True) and _is_wide(wide)):
         return None
     ratios = _ratios(_config_of(narrow), _config_of(wide))
     if not (has_shapes_of(narrow, wide, ratios) and _has_settings_of(narrow, wide, ratios)):
@@ -203,7 +204,8 @@ def has_shapes_of(narrow: nn.Module, wide: nn.Module, ratios: frozenset[int] | N
         return large % small == 0 and (ratios is None or large // small in ratios)
 
     def is_alike(one: Tensor, other: Tensor) -> bool:
-        return one.ndim == other.ndim and all(map(is_scaled, one.shape, other.shape))
+        shapes = shape_of(one), shape_of(other)
+        return one.ndim == other.ndim and all(map(is_scaled, *shapes))
 
     named = here.keys() == there.keys() and _ties(here) == _ties(there)
     return named and all(is_alike(tensor, there[name]) for name, tensor in here.items())
@@ -225,8 +227,11 @@ def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
     """A model of the config in the state of another one: dtypes, device, what is frozen and what trains, its loss."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = with_adapters_of(model, type(base_model(model))(config))
-        strengthen(made)
+        base = type(base_model(model))(config)
+        strengthen(base)
+        quantise_as(base, base_model(model))
+        made = with_adapters_of(model, base)
+        strengthen(made)  # the adapters
     there = dict(model.named_parameters())
     for name, parameter in made.named_parameters():
         other = there[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,15 @@ from peft import LoraConfig, get_peft_model
 from thinning import in_turns
 from torch import nn
 from tp_models import CASES, LLAMA
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Phi3Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Qwen3Config,
+)
 
 from hf_parallel.engine import weights
 from hf_parallel.engine.plan import head as plan_head
@@ -131,6 +140,51 @@ def test_a_chosen_adapter_is_chosen_in_the_narrow_model_too() -> None:
         assert small.model.active_adapter == chosen
     with model.disable_adapter():
         assert narrowed(model) is None
+
+
+def quantised(folder: Path, blocks: int, **how: Any) -> nn.Module:
+    """Adapters on a wide base in 4 or 8 bit."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**LLAMA | WIDE | {"num_hidden_layers": blocks})).save_pretrained(folder)
+    given = BitsAndBytesConfig(bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32, **how)
+    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=given, dtype=torch.float32)
+    adapters = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    made: nn.Module = get_peft_model(base, adapters).train()
+    return made
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_narrow_model_is_quantised_as_the_wide_one(nested: bool, tmp_path: Path) -> None:
+    """In 4 bit, too, nothing of the real widths is computed at a start."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = quantised(tmp_path, 2, load_in_4bit=True, bnb_4bit_use_double_quant=nested)
+    forms = Forms(model, sample())
+    assert forms.narrow is not None
+    pairs = list(zip(forms.narrow.model.named_modules(), model.named_modules(), strict=True))
+    assert [type(mine) for (_, mine), _ in pairs] == [type(other) for _, (_, other) in pairs]
+    layers = [(mine, other) for (_, mine), (_, other) in pairs if isinstance(mine, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 14
+    mine: Any
+    for mine, other in layers:
+        state, real = mine.weight.quant_state, other.weight.quant_state
+        assert mine.weight.numel() * 4 <= other.weight.numel()
+        assert (state.quant_type, state.nested, state.dtype) == (real.quant_type, real.nested, real.dtype)
+        assert (mine.compute_dtype, mine.weight.device) == (other.compute_dtype, other.weight.device)
+    small = forms.narrow.model(**forms.narrow.batch(sample()))
+    small.loss.backward()
+    assert all(p.grad is not None and p.grad.norm() > 0 for p in forms.narrow.model.parameters() if p.requires_grad)
+    assert judge_loss(forms.narrow.model, forms.narrow.batch(sample())) == judge_loss(model, sample())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_blocks_stand_for_a_deep_quantised_model(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = quantised(tmp_path, 12, load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    kept = Forms(model, sample()).kept
+    assert kept is not None
+    assert kept.blocks == (0, 1, 11)
+    model.base_model.model.model.layers[5].mlp.up_proj.forward = lambda hidden: hidden  # code of a user
+    assert Forms(model, sample()).kept is None
 
 
 def test_adapters_of_some_blocks_have_these_in_what_stands_for_the_model() -> None:
