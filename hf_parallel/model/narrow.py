@@ -11,7 +11,8 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,9 @@ from hf_parallel.model.unchanged import unchanged
 WIDTHS: Final = (
     *("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim", "rotary_dim", "kv_channels"),
+    # Of attention through latent vectors, whose parts of a head are cut apart by number.
+    *("q_lora_rank", "kv_lora_rank", "v_head_dim", "index_head_dim"),
+    *("qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim"),
 )
 HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 LEAST_HEAD: Final = 8  # channels of a head: positions are rotated in pairs
@@ -83,15 +87,15 @@ def narrow_model(model: nn.Module, stack: str, sample: Mapping[str, Any], *, par
         parts: A width that is divisible by so many stays so, and one that is not stays not.
     """
     config = _config_of(model)
-    made = narrow_config(config, parts=parts) if isinstance(config, PretrainedConfig) and _is_wide(model) else None
-    if made is None:
+    if not (isinstance(config, PretrainedConfig) and _is_wide(model)):
         return None
-    try:
-        narrow = _built(model, made)
-        record = forward_if_alike(narrow, model, stack, sample)
-    except Exception:  # noqa: BLE001 - a config may insist on widths in any way, and code may need values
-        return None
-    return None if record is None else Narrow(narrow, made.get_text_config().vocab_size, record)
+    for made in narrow_configs(config, parts=parts):
+        with suppress(Exception):  # a config may insist on widths in any way, and code may need values
+            narrow = _built(model, made)
+            record = forward_if_alike(narrow, model, stack, sample)
+            if record is not None:
+                return Narrow(narrow, made.get_text_config().vocab_size, record)
+    return None
 
 
 def _config_of(model: nn.Module) -> Any:
@@ -124,7 +128,14 @@ def forward_if_alike(narrow: nn.Module, wide: nn.Module, stack: str, sample: Map
 
 
 def narrow_config(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool = True) -> PretrainedConfig | None:
-    """A config of narrower blocks, and of fewer words; None where it names no widths or they cannot be divided.
+    """The narrowest of `narrow_configs`; None without one."""
+    return next(narrow_configs(config, parts=parts, vocabulary=vocabulary), None)
+
+
+def narrow_configs(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool = True) -> Iterator[PretrainedConfig]:
+    """Configs of narrower blocks, and of fewer words, the narrowest first; none where it names no widths that can be divided.
+
+    There may be several, since code may make numbers of widths that a model of some of them does not have alike.
 
     Args:
         config: Config of the wide model.
@@ -133,27 +144,25 @@ def narrow_config(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool 
     """
     text = config.get_text_config()
     if config_of_layer(text, 0) is not text:  # its layers have widths of their own
-        return None
+        return
     heads = next((n for name in HEADS if isinstance(n := getattr(text, name, None), int)), 0)
     widths = {name: n for name in WIDTHS if isinstance(n := getattr(text, name, None), int) and n > 0}
     hidden = max((widths.get(name, 0) for name in WIDTHS[:3]), default=0)
     if not heads or not hidden:
-        return None
+        return
     head = widths.get("head_dim", hidden // heads)
     common = math.gcd(*widths.values(), head)
-    times = next(
-        (
-            n
-            for n in (32, 16, 8, 4, 2)
-            if common % n == 0
-            and head // n >= LEAST_HEAD
-            and all(_parts_alike(w, w // n, parts) for w in widths.values())
-        ),
-        1,
-    )
-    if times == 1:
-        return None
-    made = copy.deepcopy(config)
+    for times in (32, 16, 8, 4, 2):
+        fits = common % times == 0 and head // times >= LEAST_HEAD
+        if fits and all(_parts_alike(w, w // times, parts) for w in widths.values()):
+            yield _divided(config, widths, times, parts, vocabulary=vocabulary)
+
+
+def _divided(
+    config: PretrainedConfig, widths: Mapping[str, int], times: int, parts: int, *, vocabulary: bool
+) -> PretrainedConfig:
+    """A copy with widths divided by a number."""
+    text, made = config.get_text_config(), copy.deepcopy(config)
     inside = vars(made.get_text_config())
     for name, number in widths.items():
         key = text.attribute_map.get(name, name)
@@ -162,7 +171,7 @@ def narrow_config(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool 
     if isinstance(spread := inside.get("initializer_range"), float):
         inside["initializer_range"] = min(spread, ORDINARY)
     if vocabulary and isinstance(size := getattr(text, "vocab_size", None), int):
-        inside[text.attribute_map.get("vocab_size", "vocab_size")] = _fewer_words(text, size, parts)
+        inside[text.attribute_map.get("vocab_size", "vocab_size")] = _fewer_words(config, size, parts)
     return made
 
 
@@ -170,9 +179,10 @@ def _parts_alike(wide: int, narrow: int, parts: int) -> bool:
     return (wide % parts == 0) == (narrow % parts == 0)
 
 
-def _fewer_words(text: PretrainedConfig, size: int, parts: int) -> int:
+def _fewer_words(config: PretrainedConfig, size: int, parts: int) -> int:
     """The smallest vocabulary of which the real one is a multiple and that has all words that the config names."""
-    named = [value for key, value in vars(text).items() if "token_id" in key]
+    every = [*vars(config).items(), *vars(config.get_text_config()).items()]
+    named = [value for key, value in every if "token_id" in key or "token_index" in key]
     ids = [
         n for value in named for n in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(n, int)
     ]

@@ -18,7 +18,9 @@ from tp_models import CASES, LLAMA
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    DeepseekV3Config,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Phi3Config,
@@ -97,6 +99,34 @@ def test_the_plan_of_a_narrow_model_is_that_of_the_wide_one(kind: str, attention
         assert made.flops == pytest.approx(expected.flops)
         expected.flops.update(made.flops)
         assert made.to_json() == expected.to_json()
+
+
+LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
+ODD: dict[str, Any] = {
+    # Parts of a head that are cut apart by number, and a width of rotated channels that only some divisors leave even.
+    "latent": DeepseekV3Config(
+        **LLAMA | WIDE | LATENT | {"num_key_value_heads": 4}, v_head_dim=32, moe_intermediate_size=64, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=1,
+    ),
+    "rotary": GPTNeoXConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.375},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_numbers_that_follow_from_widths_are_divided_with_them(kind: str) -> None:
+    """Else the largest models would be planned and checked at their real widths."""
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(ODD[kind]).eval()
+    small = narrowed(model, parts=2)
+    assert small is not None
+    assert sum(p.numel() for p in small.model.parameters()) < sum(p.numel() for p in model.parameters()) / 2
+    found = plan_model(small.model, 2, small.batch(sample()))
+    made, expected = widened(found, small.model, model), plan_model(model, 2, sample())
+    expected.flops.update(made.flops)
+    assert made.to_json() == expected.to_json()
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -237,7 +267,9 @@ def test_what_stands_for_unread_weights_computes_something_in_every_block(spread
     with torch.device("meta"):
         blueprint = weights.blueprint_of(AutoModelForCausalLM.from_config(config).train())
     small, _ = weights._stand_in(blueprint).model(sample())
-    faint = [n for n, p in small.named_parameters() if p.ndim > 1 and float(p.detach().std()) < narrow_module.FAINT / 2]
+    faint = [
+        n for n, p in small.named_parameters() if p.ndim > 1 and float(p.detach().std()) < narrow_module.FAINT / 2
+    ]
     assert faint == []
 
 

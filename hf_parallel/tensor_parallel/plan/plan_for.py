@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -22,7 +23,7 @@ from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.fewer import config_with_blocks
-from hf_parallel.model.narrow import forward_if_alike, narrow_config, strengthen
+from hf_parallel.model.narrow import forward_if_alike, narrow_configs, strengthen
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks, kind_of
 from hf_parallel.model.support import refuse_model
@@ -118,16 +119,13 @@ def narrow_blueprint(blueprint: Blueprint, sample: Mapping[str, Any], parts: int
         sample: A batch of text.
         parts: A width that is divisible by so many stays so, and one that is not stays not.
     """
-    config = narrow_config(blueprint.config, parts=parts)
-    if config is None:
-        return None
-    narrow = replace(blueprint, config=config)
-    try:
-        wide = skeleton(blueprint)
-        record = forward_if_alike(skeleton(narrow), wide, candidate_stacks(wide)[0], sample)
-    except Exception:  # noqa: BLE001 - a config may insist on widths in any way, and code may need values
-        return None
-    return None if record is None else narrow
+    for config in narrow_configs(blueprint.config, parts=parts):
+        narrow = replace(blueprint, config=config)
+        with suppress(Exception):  # a config may insist on widths in any way, and code may need values
+            wide = skeleton(blueprint)
+            if forward_if_alike(skeleton(narrow), wide, candidate_stacks(wide)[0], sample) is not None:
+                return narrow
+    return None
 
 
 def blueprint_of(model: nn.Module) -> Blueprint:
