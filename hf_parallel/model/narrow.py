@@ -92,9 +92,10 @@ def narrow_model(model: nn.Module, stack: str, sample: Mapping[str, Any], *, par
     for made in narrow_configs(config, parts=parts):
         with suppress(Exception):  # a config may insist on widths in any way, and code may need values
             narrow = _built(model, made)
+            if not has_shapes_of(narrow, model, _ratios(made, config)):
+                continue
             record = forward_if_alike(narrow, model, stack, sample)
-            if record is not None:
-                return Narrow(narrow, made.get_text_config().vocab_size, record)
+            return None if record is None else Narrow(narrow, made.get_text_config().vocab_size, record)
     return None
 
 

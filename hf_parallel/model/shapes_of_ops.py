@@ -35,8 +35,7 @@ def call(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return op(*args, **kwargs)
     if key in _known:
         return _known[key]()
-    run = _products_of_experts if str(op) == GROUPED else op
-    out = run(*args, **kwargs)
+    out = _called(op, args, kwargs)
     again = _maker(out, {id_of_storage(t.untyped_storage()) for t in tensors_in((args, kwargs))})
     if again is not None:
         if len(_known) >= MOST_KNOWN:
@@ -45,12 +44,11 @@ def call(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return out
 
 
-def _products_of_experts(first: Tensor, second: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What a product of grouped rows gives on `meta`: torch 2.13's rule knows bf16 alone, and kernels compute other types, too."""
-    if first.dtype != torch.bfloat16 and (first.ndim, second.ndim) == (2, 3):
-        return first.new_empty(len(first), second.shape[2])
-    made: Tensor = torch.ops.aten._grouped_mm(first, second, *args, **kwargs)
-    return made
+def _called(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an op; torch 2.13's rule for the shape of a product of grouped rows knows bf16 alone, and kernels other types, too."""
+    if str(op) == GROUPED and args[0].dtype != torch.bfloat16 and (args[0].ndim, args[1].ndim) == (2, 3):
+        return args[0].new_empty(len(args[0]), args[1].shape[2])
+    return op(*args, **kwargs)
 
 
 def _key(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -41,10 +41,10 @@ def spread_over(setup: Setup, forms: Forms, stand_in: StandIn | None) -> ExpertP
 
 
 def _found(forms: Forms, ep_size: int) -> list[ExpertKind]:
-    """The kinds of experts in the smallest form that has some which compute the same; the whole model has the last word.
+    """The kinds of experts in the smallest form that has some which compute the same.
 
     Raises:
-        PlanError: Of the whole model, which has the names that users know.
+        PlanError: The whole model, which has the last word and the names that users know, has none.
     """
     for model, batch in forms.from_narrow():
         with nullcontext() if model is forms.whole else suppress(PlanError):
