@@ -44,6 +44,7 @@ from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
 from hf_parallel.guards.rates import RatesOfModules
 from hf_parallel.guards.weights.exchanged import WeightGuard
 from hf_parallel.guards.weights.replicas_alike import AlikeReplicas
+from hf_parallel.guards.weights.scaled_shards import ScaledShards
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.monitor.recorder import Recorder
@@ -67,6 +68,7 @@ class GradientSync:
         in_window: Whether the last backward pass was not the last of its step.
         given_away: Whether the last backward pass was `torch.autograd.grad`, which leaves no gradients here.
         buckets: The buckets in which gradients are reduced.
+        scaled: Numbers by which user code multiplies shards of weights between updates.
         total_norm: Norm of the full model's gradient, whatever is shown of it.
         before_write: Called when an optimizer is about to write to the parameters.
     """
@@ -97,6 +99,7 @@ class GradientSync:
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model, self._alike)
+        self.scaled = ScaledShards(ledger, self._parameters, mesh, lambda: self.replicas.arriving)
         self.updates = 0  # steps that optimizers have begun; alike on the ranks of a model copy
         self.states = OptimizerStates(ledger, self._parameters, self.replicas)
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
@@ -399,9 +402,10 @@ class GradientSync:
 
         Raises:
             RankMismatchError: Names a setting or a weight that differs, on each of the ranks that should have the same, or the
-                gradients that ranks have changed by different numbers.
+                gradients or weights that ranks have changed by different numbers.
         """
         self.shown.numbers.compare()
+        self.scaled.compare()
         for compared in self.replicas.compared:
             compared.compare()
         if self.replicas.sharded is not None:
@@ -409,6 +413,7 @@ class GradientSync:
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self._begins_step = True
+        self.scaled.remember()
         self.told.updated()
         self.settings.look_at_states()
         for compared in self.replicas.compared:

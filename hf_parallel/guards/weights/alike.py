@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_parallel.batches import bytes_of
 from hf_parallel.errors import RankMismatchError
+from hf_parallel.guards.weights.scaled_shards import ScaledShards
 from hf_parallel.guards.weights.trained import TrainedWord, refuse_unlike_trained
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
@@ -27,7 +28,7 @@ from hf_parallel.model.tensors import as_integers
 ELEMENTS = 64  # of a parameter
 COPIES = 16  # parameters held by every tensor-parallel rank that a message is about, others than the one before
 BITS = 48  # exact as a float64, and never zero
-COPIED, TRAINED = "copies", "requires_grad"
+COPIED, TRAINED, SCALED = "copies", "requires_grad", "scaled"
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -39,10 +40,11 @@ class CommonWeights:
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
         arriving: Whether updated parameters may be on their way, so that they cannot be looked at.
+        scaled: Numbers by which user code has multiplied this rank's shards.
 
     Attributes:
-        names: The slots: parameters that several stages hold, then one name for those that all ranks of a stage hold, and one
-            for which parameters these ranks train.
+        names: The slots: parameters that several stages hold, then one name for those that all ranks of a stage hold, one for
+            which parameters these ranks train, and one for numbers that shards were multiplied by.
     """
 
     def __init__(
@@ -51,15 +53,17 @@ class CommonWeights:
         parameters: Mapping[str, nn.Parameter],
         mesh: Mesh,
         arriving: Callable[[], bool] = lambda: False,
+        scaled: ScaledShards | None = None,
     ) -> None:
         self._mesh, self._arriving = mesh, arriving
+        self._scaled = scaled or ScaledShards(ledger, parameters, mesh, arriving)
         self.names = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
         held = [[parameters[name]] if name in parameters else [] for name in self.names]
         self._slots = [Slot(parameters) for parameters in held]
         self._copies: dict[str, nn.Parameter] = {}
         self._trained: list[TrainedWord] = []
         if mesh.shape.stage_size > 1:
-            self.names += [COPIED, TRAINED]
+            self.names += [COPIED, TRAINED, SCALED]
             self._copies = {name: one for name, one in parameters.items() if ledger.entries[name].spec is None}
             self._trained.append(TrainedWord(parameters.values()))
         copies, parts = list(self._copies.values()), max(1, -(-len(self._copies) // COPIES))
@@ -72,8 +76,10 @@ class CommonWeights:
         """
         if self._arriving():
             return [0 for _ in self.names]
-        slots = [*self._slots, next(self._turns)] if self._trained else self._slots
-        return [*(slot.digest() for slot in slots), *(word.now() for word in self._trained)]
+        common = [slot.digest() for slot in self._slots]
+        if not self._trained:
+            return common
+        return [*common, next(self._turns).digest(), *(word.now() for word in self._trained), self._scaled.digest()]
 
     def refuse_unlike(self, slots: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks of this model copy hold.
@@ -84,15 +90,20 @@ class CommonWeights:
         Raises:
             RankMismatchError: Names a parameter and the ranks that differ; on every rank.
         """
+        unlike = False
         for index, name in enumerate(self.names):
-            is_copy = self._mesh.shape.stage_size > 1 and index >= len(self.names) - 2
+            is_copy = self._mesh.shape.stage_size > 1 and index >= len(self.names) - 3
             size = self._mesh.shape.stage_size
             for one in range(len(slots) // size if is_copy else size):
                 # Copies: the ranks of a stage. Else: the stages of a tensor-parallel rank.
                 ranks = range(one * size, (one + 1) * size) if is_copy else range(one, len(slots), size)
                 values = {rank: slots[rank][index] for rank in ranks if slots[rank][index]}
-                if len(set(values.values())) > 1:
+                if len(set(values.values())) > 1 and name == SCALED and is_copy:
+                    unlike = True
+                elif len(set(values.values())) > 1:
                     self._refuse(name, sorted(values))
+        if unlike:
+            self._scaled.compare()
 
     def _refuse(self, name: str, ranks: Sequence[int]) -> None:
         names = [self._mesh.shape.describe(rank) for rank in self._mesh.copy_ranks]

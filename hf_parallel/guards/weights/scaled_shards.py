@@ -1,0 +1,163 @@
+"""Finds shards of weights that user code multiplies by numbers of single ranks: one process has one number for the whole.
+
+`p.data.div_(p.norm())` after a step, in a loop of users, takes the norm of this rank's part. Such numbers are the same along the
+sharded dim, so a few elements along it tell them: what they are now, divided by what the last update left. Digests of these
+ratios travel in messages that are sent anyway; only where they differ are the ratios compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.errors import RankMismatchError
+from hf_parallel.ledger import Ledger
+from hf_parallel.mesh.groups import Mesh
+
+
+SHARDS = 64  # looked at between two updates, others than between the two before
+LINES, PLACES = 4, 8  # of a shard, and along the sharded dim of each
+ALIKE, APART = 8, 16  # roundings: ratios of one line that are one number, and numbers that are two
+_STEPS = 1e6  # a digest counts millionths
+_BITS = 48  # as of the digests beside it
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class ScaledShards:
+    """Ratios of some elements of this rank's shards to what the last update left of them.
+
+    Args:
+        ledger: Ledger of the whole model.
+        parameters: Ledger name -> this rank's parameter.
+        mesh: This rank's mesh.
+        arriving: Whether updated parameters may be on their way, so that they cannot be looked at.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        arriving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._mesh, self._arriving = mesh, arriving
+        dims: dict[str, int] = {}
+        for name in parameters if mesh.parts.group is not None else ():
+            spec = ledger.entries[name].spec
+            sizes = [] if spec is None else [spec.local_size(mesh.parts.size, rank) for rank in range(mesh.parts.size)]
+            if spec is not None and min(sizes) >= PLACES:
+                dims[name] = spec.dim
+        held, parts = list(dims), max(1, -(-len(dims) // SHARDS))
+        turns = [{name: (parameters[name], dims[name]) for name in held[part::parts]} for part in range(parts)]
+        self._turns = [_Lines(turn) for turn in turns] if held else []
+        self._before: Tensor | None = None
+
+    def remember(self) -> None:
+        """Remember elements as an update has left them: of the shards whose turn it is."""
+        if self._turns:
+            self._turns.append(self._turns.pop(0))
+            self._before = None if self._arriving() else self._turns[0].elements()
+
+    @torch.no_grad()
+    def digest(self) -> Tensor | int:
+        """A number for the ratios (a 0-d i64 of a GPU, which is not waited for); 0 where nothing is known."""
+        ratios = self._ratios()
+        if ratios is None:
+            return 0
+        marks = (ratios.nan_to_num(nan=0.0) * _STEPS).clamp(-1e15, 1e15).round().to(torch.int64)
+        weights = torch.arange(1, 2 * len(marks), 2, device=marks.device)
+        total = (marks * weights).sum()
+        found = (total & ((1 << _BITS) - 1)) | 1
+        return found if found.is_cuda else int(found)
+
+    def compare(self) -> None:
+        """Compare the ratios; collective over the model copy, whose ranks all have had the same digests.
+
+        Raises:
+            RankMismatchError: Names a parameter that ranks multiplied by different numbers; on every rank of the copy.
+        """
+        if self._mesh.parts.group is None:
+            return
+        ratios = self._ratios()
+        mine = None if ratios is None else (self._turns[0].names(), ratios.tolist(), self._turns[0].rounding)
+        everyone: list[Any] = [None] * self._mesh.shape.mp_size
+        dist.all_gather_object(everyone, mine, group=self._mesh.mp_group)
+        size = self._mesh.shape.stage_size
+        for start in range(0, len(everyone), size):
+            ranks = [one for one in everyone[start : start + size] if one is not None]
+            lines = zip(*(ratios for _, ratios, _ in ranks), strict=True) if ranks else ()
+            for name, line in zip(ranks[0][0] if ranks else (), lines, strict=True):
+                self._refuse_apart(name, line, APART * ranks[0][2])
+
+    def _ratios(self) -> Tensor | None:
+        """A number (f64) for each line, nan where it is not one number, or not known; 1 where nothing has changed."""
+        if self._before is None or self._arriving():
+            return None
+        now, before = self._turns[0].elements(), self._before
+        if now is None or now.shape != before.shape:
+            return None
+        ratios = now / before
+        means = ratios.mean(1)
+        alike = ratios.amax(1) - ratios.amin(1) <= ALIKE * self._turns[0].rounding * means.abs()
+        ones, unknown = torch.ones_like(means), torch.full_like(means, math.nan)
+        # Zero is what masks and pruning write, each rank to other elements.
+        known = torch.where(alike & means.isfinite() & (means != 0), means, unknown)
+        return torch.where((now == before).all(1), ones, known)
+
+    def _refuse_apart(self, name: str, line: Sequence[float], limit: float) -> None:
+        known = [ratio for ratio in line if not math.isnan(ratio)]
+        if not known or max(known) - min(known) <= limit * max(map(abs, known)):
+            return
+        key = "ep_size" if self._mesh.shape.ep_size > 1 else "tp_size"
+        raise RankMismatchError(
+            f"parameter {name} was multiplied between two steps by numbers that differ between ranks ({min(known):.6g}, "
+            f"{max(known):.6g}), with {key}={self._mesh.parts.size}: each of them has a part of it, and in a loop of your own a norm or "
+            "sum of a weight is that of this rank's part (p.data.div_(p.norm()), p.renorm_). Take that of the whole, "
+            "(torch.zeros_like(p.grad) + p.detach()).norm(), before optimizer.zero_grad(); or change weights in a callback of a "
+            f"Trainer, where norms are those of whole weights; or set {key} to 1."
+        )
+
+
+class _Lines:
+    """Some elements of shards, in lines along the sharded dims.
+
+    Args:
+        held: Name -> parameter, and its sharded dim.
+    """
+
+    def __init__(self, held: Mapping[str, tuple[nn.Parameter, int]]) -> None:
+        self._held = held
+        self._places: list[int] = []
+        self._views: dict[str, Tensor] = {}
+        self.rounding = 0.0
+
+    def names(self) -> list[str]:
+        """The parameter of each line."""
+        return [name for name, view in self._views.items() for _ in range(len(view))]
+
+    def elements(self) -> Tensor | None:
+        """Copies of the elements: f64[lines PLACES]."""
+        places = [parameter.data_ptr() if type(parameter) in _PLAIN else 0 for parameter, _ in self._held.values()]
+        if places != self._places:
+            found = {name: _some(parameter.detach(), dim) for name, (parameter, dim) in self._held.items()}
+            self._views = {name: view for name, view in found.items() if view is not None}
+            self._places = places
+            self.rounding = max((torch.finfo(view.dtype).eps for view in self._views.values()), default=0.0)
+        return torch.cat(list(self._views.values())).double() if self._views else None
+
+
+def _some(values: Tensor, dim: int) -> Tensor | None:
+    """A view of some elements [<= LINES, PLACES]; None of a kind whose memory cannot be read so."""
+    if type(values) not in _PLAIN or not values.numel() or not values.is_floating_point():
+        return None
+    lines = values.movedim(dim, -1)
+    while lines.ndim > 2:
+        lines = lines[0]
+    lines = lines if lines.ndim == 2 else lines[None]
+    rows, length = lines.shape
+    return lines[:: max(1, rows // LINES), :: length // PLACES][:LINES, :PLACES]

@@ -1,0 +1,102 @@
+"""Loops of users that multiply each weight by a norm of it after an update, of which a shard has its own: refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import user_loops
+from user_loops import Loop
+
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.long]
+
+
+def after_each_step(change: Callable[[torch.nn.Parameter], None]) -> Callable[[Loop], None]:
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for index in range(user_loops.STEPS):
+            loop.backward(index)
+            loop.step()
+            with torch.no_grad():
+                for parameter in loop.model.parameters():
+                    change(parameter)
+
+    return body
+
+
+def normalised(p: torch.nn.Parameter) -> None:
+    p.data.div_(p.norm())
+
+
+def assigned(p: torch.nn.Parameter) -> None:
+    p.data = p.data / p.data.norm()
+
+
+def limited_rows(p: torch.nn.Parameter) -> None:
+    if p.ndim > 1:
+        p.renorm_(2, 0, 0.05)
+
+
+def normalised_columns(p: torch.nn.Parameter) -> None:
+    if p.ndim > 1:
+        p.data.div_(p.norm(dim=0, keepdim=True))
+
+
+def decayed(p: torch.nn.Parameter) -> None:
+    p.data.mul_(0.9)
+
+
+def clamped(p: torch.nn.Parameter) -> None:
+    """Of some lines every element, of some none: on each rank of others."""
+    p.data.mul_(0.9).clamp_(-0.05, 0.05)
+
+
+def pruned(p: torch.nn.Parameter) -> None:
+    p.data.mul_(p.abs() > 0.02)
+
+
+def moved(p: torch.nn.Parameter) -> None:
+    p.data.lerp_(p.data.sign(), 1e-3)
+
+
+def in_the_last_step(loop: Loop) -> None:
+    loop.prepare()
+    loop.backward(0)
+    loop.step()
+    for parameter in loop.model.parameters():
+        normalised(parameter)
+    loop.accelerator.wait_for_everyone()
+
+
+REFUSED = (normalised, assigned, limited_rows, normalised_columns)
+RIGHT = (decayed, clamped, pruned, moved)
+BODIES = {change.__name__: after_each_step(change) for change in (*REFUSED, *RIGHT)}
+BODIES["in_the_last_step"] = in_the_last_step
+NAMES = sorted(BODIES)
+FEW = (normalised, decayed, clamped)
+CASES = {
+    2: [(name, "tp2") for name in NAMES],
+    4: [(change.__name__, layout) for change in FEW for layout in ("tp2_zero1", "pp2_tp2")],
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    main = user_loops.main_of(__name__)
+    return {
+        size: user_loops.launched(main, {name for name, _ in cases}, cases, tmp_path_factory.mktemp("scaled"), size)
+        for size, cases in CASES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "layout"), [(size, name, layout) for size, cases in CASES.items() for name, layout in cases]
+)
+def test_weights_multiplied_by_numbers_of_parts_are_refused_and_those_changed_as_in_one_process_train(
+    size: int, name: str, layout: str, found: dict[int, list[dict[str, Any]]]
+) -> None:
+    is_refused = all(change.__name__ != name for change in RIGHT)
+    user_loops.check(found[size], name, layout, "multiplied between two steps by numbers that differ" if is_refused else "")
