@@ -100,6 +100,7 @@ class GradientSync:
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model, self._alike)
         self.scaled = ScaledShards(ledger, self._parameters, mesh, lambda: self.replicas.arriving)
+        self.shown.numbers.note_part = self.scaled.note
         self.updates = 0  # steps that optimizers have begun; alike on the ranks of a model copy
         self.states = OptimizerStates(ledger, self._parameters, self.replicas)
         self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
@@ -331,6 +332,7 @@ class GradientSync:
         optimizer.register_step_post_hook(self._after_update)
         optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
         self.replicas.adopt(optimizer, model)
+        optimizer.register_step_post_hook(lambda *args: self.scaled.remember())  # once parts of others have come
         optimizer.register_step_pre_hook(self._tell_others)
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
@@ -413,7 +415,6 @@ class GradientSync:
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self._begins_step = True
-        self.scaled.remember()
         self.told.updated()
         self.settings.look_at_states()
         for compared in self.replicas.compared:

@@ -89,9 +89,7 @@ class Attachment:
     def common_weights(self) -> CommonWeights:
         """Digests of the weights that other ranks hold too; one object for each comparison."""
         replicas = self.gradients.replicas
-        return CommonWeights(
-            self.ledger, self.parameters, self.mesh, lambda: replicas.arriving, self.gradients.scaled
-        )
+        return CommonWeights(self.ledger, self.parameters, self.mesh, lambda: replicas.arriving, self.gradients.scaled)
 
     def to_gather(self) -> dict[str, torch.Tensor]:
         """Ledger name -> this rank's weight or buffer, which is gathered next; replicas that train by themselves become equal first.

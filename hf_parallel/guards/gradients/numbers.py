@@ -9,7 +9,7 @@ gradients that user code reads (on CPUs), and the digests of the next batch. Tho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ class NumbersOfShards:
 
     Args:
         mesh: This rank's mesh.
+
+    Attributes:
+        note_part: Called with the parameter's name and a tensor of the shard's shape by which the shard of its gradient is changed.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -35,6 +38,7 @@ class NumbersOfShards:
         self._group = mesh.parts.group
         self._numbers = LossNumbers()
         self._sum: Tensor | float = 0.0
+        self.note_part: Callable[[str, Tensor], None] = lambda name, given: None
         self._names: list[str] = []  # of parameters whose gradients were changed since numbers were last the same
 
     def note(self, name: str, given: Iterable[object]) -> None:

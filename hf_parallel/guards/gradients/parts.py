@@ -99,10 +99,12 @@ class _Part:
             self._owner.touch()
         return self.opened
 
-    def note(self, given: Sequence[object]) -> None:
-        """Note the numbers among what a shard is changed by."""
+    def note(self, given: Sequence[object], parts: Sequence[Tensor] = ()) -> None:
+        """Note the numbers among what a shard is changed by, and tensors of its shape."""
         if self.is_shard:
             self._owner.numbers.note(self.name, given)
+        for one in parts if self.is_shard else ():
+            self._owner.numbers.note_part(self.name, one)
 
     def close(self) -> None:
         """Let the shard be what counts from now on."""

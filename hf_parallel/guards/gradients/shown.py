@@ -261,7 +261,13 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     """Run an elementwise function on the shard, and any other on the whole tensor."""
     changes = writes_arguments(func)
     if is_elementwise(func):
-        first.part.note([leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_for_all_rows(leaf, first)])
+        leaves, here = pytree.tree_leaves((args, kwargs)), own_shape(first)
+        parts = (
+            [leaf for leaf in leaves if type(leaf) is Tensor and leaf.shape == here]
+            if isinstance(args[0], Tensor)
+            else []
+        )
+        first.part.note([leaf for leaf in leaves if _is_for_all_rows(leaf, first)], parts)
     # Lists, element by element: what some have got cannot be taken back.
     if changes and not isinstance(args[0], Tensor):
         return _carry_out(func, args, kwargs)
@@ -279,6 +285,9 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
             return out
     if func.overloadpacket in VIEWS and list(args[1]) == [own_shape(first).numel()]:  # flatten() has counted the shard
         args = (first, [-1], *args[2:])
+    if isinstance(target := kwargs.get("out"), SharedGradient):
+        others = {key: value for key, value in kwargs.items() if key != "out"}
+        return target.copy_(func.overloadpacket(*_whole(args), **_whole(others)))
     if (changes or func.is_view) and args[0] is first:
         return _on_opened(func, args, kwargs, first, changes=changes)
     return func(*_whole(args), **_whole(kwargs))

@@ -61,8 +61,8 @@ class Part(Protocol):
         """Apply an elementwise change by numbers."""
         ...
 
-    def note(self, given: Sequence[object]) -> None:
-        """Note the numbers among what a shard, or values made of it, are changed by."""
+    def note(self, given: Sequence[object], parts: Sequence[Tensor] = ()) -> None:
+        """Note the numbers among what a shard, or values made of it, are changed by, and tensors of its shape."""
         ...
 
     def arrive(self, gradient: Tensor) -> None:

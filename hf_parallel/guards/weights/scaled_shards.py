@@ -1,15 +1,16 @@
 """Finds shards of weights that user code multiplies by numbers of single ranks: one process has one number for the whole.
 
 `p.data.div_(p.norm())` after a step, in a loop of users, takes the norm of this rank's part. Such numbers are the same along the
-sharded dim, so a few elements along it tell them: what they are now, divided by what the last update left. Digests of these
-ratios travel in messages that are sent anyway; only where they differ are the ratios compared.
+sharded dim, so a few elements along it tell them: what they are now, divided by what the last update left. So it is with what
+gradients are changed by (`p.grad.sub_(p.detach() / p.detach().norm())`), divided by the weight. Digests of these ratios travel in
+messages that are sent anyway; only where they differ are the ratios compared.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,15 @@ ALIKE, APART = 8, 16  # roundings: ratios of one line that are one number, and n
 _STEPS = 1e6  # a digest counts millionths
 _BITS = 48  # as of the digests beside it
 _PLAIN = (Tensor, nn.Parameter)
+
+
+class _Noted(NamedTuple):
+    """Numbers (f64) of lines, nan where it is not one number: of weights, or of what their gradients were changed by."""
+
+    names: Sequence[str]
+    numbers: Tensor
+    rounding: float
+    of_weights: bool
 
 
 class ScaledShards:
@@ -46,7 +56,8 @@ class ScaledShards:
         arriving: Callable[[], bool] = lambda: False,
     ) -> None:
         self._mesh, self._arriving = mesh, arriving
-        dims: dict[str, int] = {}
+        self._parameters, self._given, self._given_before = parameters, list[_Noted](), 0
+        self._dims = dims = dict[str, int]()
         for name in parameters if mesh.parts.group is not None else ():
             spec = ledger.entries[name].spec
             sizes = [] if spec is None else [spec.local_size(mesh.parts.size, rank) for rank in range(mesh.parts.size)]
@@ -58,69 +69,106 @@ class ScaledShards:
         self._before: Tensor | None = None
 
     def remember(self) -> None:
-        """Remember elements as an update has left them: of the shards whose turn it is."""
-        if self._turns:
-            self._turns.append(self._turns.pop(0))
-            self._before = None if self._arriving() else self._turns[0].elements()
+        """Remember elements as an update has left them: of the shards whose turn it is. Notes of the update before are dropped."""
+        if not self._turns:
+            return
+        self._turns.append(self._turns.pop(0))
+        self._before = None if self._arriving() else self._turns[0].elements()
+        self._given = self._given[self._given_before :]
+        self._given_before = len(self._given)
+
+    @torch.no_grad()
+    def note(self, name: str, given: Tensor) -> None:
+        """Note that the shard of a gradient is changed by a tensor of its shape. A GPU is not waited for.
+
+        Args:
+            name: The parameter's name.
+            given: What user code has made, of this rank's part of the weight perhaps.
+        """
+        dim = self._dims.get(name)
+        weight = None if dim is None else _some(self._parameters[name].detach(), dim)
+        lines = None if dim is None else _some(given.detach(), dim)
+        if weight is None or lines is None or lines.shape != weight.shape:
+            return
+        rounding = max(torch.finfo(weight.dtype).eps, torch.finfo(lines.dtype).eps)
+        values = lines.double()
+        alone = _numbers(values, rounding)
+        # A mask has the same of each line, and of other lines on each rank.
+        alone = alone.masked_fill(alone == 1, math.nan)
+        numbers = torch.cat([_numbers((values / weight).abs(), rounding), alone])
+        self._given.append(_Noted([name] * len(numbers), numbers, rounding, of_weights=False))
 
     @torch.no_grad()
     def digest(self) -> Tensor | int:
-        """A number for the ratios (a 0-d i64 of a GPU, which is not waited for); 0 where nothing is known."""
-        ratios = self._ratios()
-        if ratios is None:
+        """A number for all numbers (a 0-d i64 of a GPU, which is not waited for); 0 where nothing is known."""
+        noted = [one.numbers for one in self._noted()]
+        if not noted:
             return 0
-        marks = (ratios.nan_to_num(nan=0.0) * _STEPS).clamp(-1e15, 1e15).round().to(torch.int64)
+        marks = (torch.cat(noted).nan_to_num(nan=0.0) * _STEPS).clamp(-1e15, 1e15).round().to(torch.int64)
         weights = torch.arange(1, 2 * len(marks), 2, device=marks.device)
         total = (marks * weights).sum()
         found = (total & ((1 << _BITS) - 1)) | 1
         return found if found.is_cuda else int(found)
 
     def compare(self) -> None:
-        """Compare the ratios; collective over the model copy, whose ranks all have had the same digests.
+        """Compare the numbers; collective over the model copy, whose ranks all have had the same digests.
 
         Raises:
-            RankMismatchError: Names a parameter that ranks multiplied by different numbers; on every rank of the copy.
+            RankMismatchError: Names a parameter that ranks multiplied by different numbers, or whose gradient they changed by
+                them; on every rank of the copy.
         """
         if self._mesh.parts.group is None:
             return
-        ratios = self._ratios()
-        mine = None if ratios is None else (self._turns[0].names(), ratios.tolist(), self._turns[0].rounding)
+        mine = [(one.names, one.numbers.tolist(), one.rounding, one.of_weights) for one in self._noted()]
         everyone: list[Any] = [None] * self._mesh.shape.mp_size
         dist.all_gather_object(everyone, mine, group=self._mesh.mp_group)
         size = self._mesh.shape.stage_size
         for start in range(0, len(everyone), size):
-            ranks = [one for one in everyone[start : start + size] if one is not None]
-            lines = zip(*(ratios for _, ratios, _ in ranks), strict=True) if ranks else ()
-            for name, line in zip(ranks[0][0] if ranks else (), lines, strict=True):
-                self._refuse_apart(name, line, APART * ranks[0][2])
+            for alike in zip(*everyone[start : start + size], strict=False):
+                names, _, rounding, of_weights = alike[0]
+                if any((one[0], one[3]) != (names, of_weights) for one in alike):
+                    continue
+                for name, line in zip(names, zip(*(one[1] for one in alike), strict=True), strict=True):
+                    self._refuse_apart(name, line, APART * rounding, of_weights=of_weights)
 
-    def _ratios(self) -> Tensor | None:
-        """A number (f64) for each line, nan where it is not one number, or not known; 1 where nothing has changed."""
+    def _noted(self) -> list[_Noted]:
         if self._before is None or self._arriving():
-            return None
-        now, before = self._turns[0].elements(), self._before
+            return self._given
+        lines, before = self._turns[0], self._before
+        now = lines.elements()
         if now is None or now.shape != before.shape:
-            return None
-        ratios = now / before
-        means = ratios.mean(1)
-        alike = ratios.amax(1) - ratios.amin(1) <= ALIKE * self._turns[0].rounding * means.abs()
-        ones, unknown = torch.ones_like(means), torch.full_like(means, math.nan)
-        # Zero is what masks and pruning write, each rank to other elements.
-        known = torch.where(alike & means.isfinite() & (means != 0), means, unknown)
-        return torch.where((now == before).all(1), ones, known)
+            return self._given
+        numbers = _numbers(now / before, lines.rounding)
+        numbers = torch.where((now == before).all(1), torch.ones_like(numbers), numbers)
+        return [_Noted(lines.names(), numbers, lines.rounding, of_weights=True), *self._given]
 
-    def _refuse_apart(self, name: str, line: Sequence[float], limit: float) -> None:
+    def _refuse_apart(self, name: str, line: Sequence[float], limit: float, *, of_weights: bool) -> None:
         known = [ratio for ratio in line if not math.isnan(ratio)]
         if not known or max(known) - min(known) <= limit * max(map(abs, known)):
             return
         key = "ep_size" if self._mesh.shape.ep_size > 1 else "tp_size"
+        changed = (
+            f"parameter {name} was multiplied between two steps"
+            if of_weights
+            else f"the gradient of {name} was changed"
+        )
         raise RankMismatchError(
-            f"parameter {name} was multiplied between two steps by numbers that differ between ranks ({min(known):.6g}, "
-            f"{max(known):.6g}), with {key}={self._mesh.parts.size}: each of them has a part of it, and in a loop of your own a norm or "
-            "sum of a weight is that of this rank's part (p.data.div_(p.norm()), p.renorm_). Take that of the whole, "
-            "(torch.zeros_like(p.grad) + p.detach()).norm(), before optimizer.zero_grad(); or change weights in a callback of a "
+            f"{changed} by numbers that differ between ranks ({min(known):.6g}, {max(known):.6g}), with "
+            f"{key}={self._mesh.parts.size}: each of them has a part of it, and in a loop of your own a norm or sum of a weight is "
+            "that of this rank's part (p.data.div_(p.norm()), p.renorm_, p.grad.sub_(p.detach() / p.detach().norm())). Take that of the "
+            "whole, (torch.zeros_like(p.grad) + p.detach()).norm(), before optimizer.zero_grad(); or do it in a callback of a "
             f"Trainer, where norms are those of whole weights; or set {key} to 1."
         )
+
+
+def _numbers(lines: Tensor, rounding: float) -> Tensor:
+    """The number that the elements of each line are, f64[lines PLACES] -> f64[lines]; nan where they are several, or zero.
+
+    Zero is what masks and pruning write, each rank to other elements.
+    """
+    means = lines.mean(1)
+    alike = lines.amax(1) - lines.amin(1) <= ALIKE * rounding * means.abs()
+    return means.masked_fill(~(alike & means.isfinite() & (means != 0)), math.nan)
 
 
 class _Lines:
