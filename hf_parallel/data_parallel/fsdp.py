@@ -44,6 +44,7 @@ from hf_parallel.compat.private_dtensor_losses import (
 from hf_parallel.compat.private_fsdp import HookCarrier, keep_class_name
 from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.data_parallel.flat import refuse_overlaps
+from hf_parallel.data_parallel.fsdp_moves import refuse_moves
 from hf_parallel.data_parallel.fsdp_parts import CopiedRows, KeptPart, is_part, local_of, split_state
 from hf_parallel.data_parallel.gathered import Gathered
 from hf_parallel.data_parallel.loss_numbers import NUMBERS
@@ -116,6 +117,7 @@ class ShardedModel:
         self.sent_bytes = 0
         self._install_hooks(replicates=replicate_group is not None)
         self._follow_parameters(before)
+        refuse_moves(model)
 
     def _install_hooks(self, *, replicates: bool) -> None:
         for part in self.parts:
