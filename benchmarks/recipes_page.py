@@ -119,9 +119,13 @@ def config_of(run: Run) -> Any:
 def shape_of_run(name: str) -> ModelShape:
     """The model that a recipe is counted for, with a step as its layout runs it."""
     run = run_of(name)
-    variant = variant_of(layout_of_file(checked_recipe(name), run.precision), adapted=run.adapters > 0)
-    shape = shape_of_config(config_of(run), run.precision, variant)
-    return dataclasses.replace(shape, adapters=run.adapters, block_bits=run.bits)
+    layout = layout_of_file(checked_recipe(name), run.precision)
+
+    def trained(shape: ModelShape) -> ModelShape:
+        return dataclasses.replace(shape, adapters=run.adapters, block_bits=run.bits)
+
+    adapted = trained(shape_of_config(config_of(run))) if run.adapters else None
+    return trained(shape_of_config(config_of(run), run.precision, variant_of(layout, adapted)))
 
 
 def machine_of(name: str) -> Machine:

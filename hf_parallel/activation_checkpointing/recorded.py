@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
-from hf_parallel.memory.terms import Layout
+from hf_parallel.memory.experts import have_adapters
+from hf_parallel.memory.terms import Layout, ModelShape
 from hf_parallel.memory.variant import USUAL_RANK, Variant
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
@@ -40,17 +41,18 @@ def checkpoint_of(how: ActivationCheckpointingConfig) -> Callable[[Any, str], ob
     return EachBlock(how.products)
 
 
-def variant_of(layout: Layout, *, adapted: bool = False) -> Variant:
+def variant_of(layout: Layout, adapted: ModelShape | None = None) -> Variant:
     """The way in which to record a step for `memory.estimate`.
 
     Memory of whole blocks that run again follows from a step without that.
 
     Args:
         layout: The layout of the run.
-        adapted: Whether the model is frozen and has adapters.
+        adapted: The sizes of the model and the number of its adapters, if it is frozen and has some.
     """
     return Variant(
         checkpoint=None if layout.recompute.products is None else checkpoint_of(layout.recompute),
         gathers=layout.engine == "fsdp2" and layout.stage > 0 and layout.precision == "autocast",
-        adapted=USUAL_RANK if adapted else 0,
+        adapted=0 if adapted is None else USUAL_RANK,
+        on_experts=adapted is not None and have_adapters(adapted),
     )

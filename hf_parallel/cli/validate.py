@@ -17,7 +17,7 @@ from hf_parallel.errors import ParallelError
 from hf_parallel.machine.facts import this_machine
 from hf_parallel.memory.report import GB, describe
 from hf_parallel.memory.shape import shape_of
-from hf_parallel.memory.terms import Precision, Work
+from hf_parallel.memory.terms import ModelShape, Precision, Work
 from hf_parallel.planner.adapters import adapters_of
 from hf_parallel.settings.recipes import find_recipe
 
@@ -104,9 +104,13 @@ def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
         layout = layout_of_file(checked, request.dtype)
         from hf_parallel.activation_checkpointing.recorded import variant_of  # brings torch
 
-        adapters = adapters_of(request.adapters, request.model)
-        shape = shape_of(request.model, layout.precision, variant_of(layout, adapted=adapters > 0))
-        shape = dataclasses.replace(shape, adapters=adapters, block_bits=request.bits)
+        count = adapters_of(request.adapters, request.model)
+
+        def trained(shape: ModelShape) -> ModelShape:
+            return dataclasses.replace(shape, adapters=count, block_bits=request.bits)
+
+        adapted = trained(shape_of(request.model)) if count else None
+        shape = trained(shape_of(request.model, layout.precision, variant_of(layout, adapted)))
         verdict = judge(checked, shape, work, gpu_bytes, host_bytes, request.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]

@@ -11,7 +11,7 @@ from typing import Final
 from hf_parallel.head.rows import is_tiled, rows_of_tile
 from hf_parallel.memory.cut import blocks_of_stages
 from hf_parallel.memory.experts import stay_whole
-from hf_parallel.memory.moments import Batch, Part, Parts, Recorded, StageParts
+from hf_parallel.memory.moments import Batch, Part, Parts, Recorded, StageParts, summed
 from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
@@ -21,7 +21,11 @@ from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 LOSS_CHUNK: Final = 2**22  # elements: of `tensor_parallel.run.vocab_loss`
 # Of a block that runs again, inputs of column-sharded products that are gathered from the ranks that share the sequence at once.
 GATHERED_INPUTS: Final = 2
-NORMED: Final = 8.0  # bytes of each hidden state that the last norm keeps, and of what it gives
+SUM_BYTES: Final = 4.0  # of an element of the gradient of the head's weight, summed over tiles
+COLUMNS: Final = 2**14  # of the vocabulary, in one product for the gradient of its weight: of `head.tiles`
+NORMED: Final = (
+    8.0  # bytes of each hidden state that the last norm keeps, and of what it gives, where it is not recorded
+)
 ON_HOST: Final = "inputs of checkpointed blocks"
 
 
@@ -123,16 +127,15 @@ def stage_parts(
     counts, tokens = stages.counts, stages.tokens
     parts = _parts_of_step(shape, recorded, layout, stages)
     forward = parts.forward
-    whole = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
+    whole = tokens * shape.hidden * (recorded.element or (2.0 if layout.precision == "half" else 4.0))
     shares = layout.sequence_parallel and layout.tp_size > 1
     entry, gathered = whole / layout.tp_size if shares else whole, GATHERED_INPUTS * whole * shares
     recorded_again = recorded.runs_again
     block = forward.kept + (0.0 if recorded_again else forward.casts)
+    passing = forward.most - forward.kept - forward.casts
     moved, again = layout.recompute.offload, functools.partial(_again_beside, shape, layout)
     own, last = stages.of_rank(rank), len(counts) - 1
-    weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
-    if last in own:
-        weights[last] += 0 if shape.tied and 0 in own else shape.head
+    weights = _weights_of(shape, counts, own)
     entries, results = _entries(counts, layout), tokens * kept_results(shape, layout)
     found = []
     for stage in own:
@@ -151,22 +154,33 @@ def stage_parts(
             StageParts(
                 kept=kept + parts.embedding.kept * (stage == 0),
                 entering=parts.embedding.kept * (stage == 0),
-                casts=(counts[stage] if recorded_again else rest) * forward.casts,
-                block=forward.most - forward.kept - forward.casts,
+                # Autocast keeps the casts of weights that are trained; blocks that run again keep none else.
+                casts=0.0 if shape.adapters else (counts[stage] if recorded_again else rest) * forward.casts,
+                block=passing,
                 again=gathered if recorded_again else again(counts[stage]) * block + 2 * entry * moved,
-                backward=parts.backward.most,
+                # The forward of the last block that runs again has what it gives back, too.
+                backward=max(parts.backward.most, 0.0 if recorded_again else passing * (rest > 0)),
                 gradients=share,
                 late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
                 table=share * shape.head / max(1.0, weights[stage]) if stage == last else 0.0,
                 loss=parts.loss if stage == last else None,
                 head=parts.head if stage == last else None,
                 # The others find theirs in their backward, when that one is done.
-                once=_once(shape, layout, tokens, parts.loss) if stage == last else 0.0,
+                once=_once(shape, layout, stages, recorded, parts.loss) if stage == last else 0.0,
                 message=whole * (last > 0),
                 sent=whole * (stage < last),
             )
         )
     return found
+
+
+def _weights_of(shape: ModelShape, counts: Sequence[int], own: Sequence[int]) -> dict[int, float]:
+    """Parameters of each stage of a rank."""
+    weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
+    last = len(counts) - 1
+    if last in own:
+        weights[last] += 0 if shape.tied and 0 in own else shape.head
+    return weights
 
 
 def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages: Stages) -> Parts:
@@ -183,10 +197,15 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
     )
     loss, head = parts.loss, parts.head
     if _is_without_logits(shape, layout, stages.tokens):
-        loss, head = _parts_without_logits(shape, layout, stages.tokens)
+        loss, head = _parts_without_logits(shape, layout, stages.tokens, _normed(recorded, stages))
     elif layout.tp_size > 1:
-        loss, head = _parts_of_split_vocabulary(shape, layout, stages.tokens)
+        loss, head = _parts_of_split_vocabulary(shape, layout, stages.tokens, _normed(recorded, stages))
     return replace(parts, loss=loss, head=head)
+
+
+def _normed(recorded: Recorded, stages: Stages) -> float:
+    """Bytes of the width of the residual stream that the last norm and the head keep."""
+    return summed([one for one in recorded.loss if one.whole], Batch(stages.tokens, stages.length)).kept
 
 
 def loss_bytes(shape: ModelShape, layout: Layout, tokens: float) -> float:
@@ -197,38 +216,50 @@ def loss_bytes(shape: ModelShape, layout: Layout, tokens: float) -> float:
     """
     if not _is_without_logits(shape, layout, tokens):
         return 12.0 * tokens * shape.vocab / layout.tp_size
-    return _parts_without_logits(shape, layout, tokens)[0].most
+    return _parts_without_logits(shape, layout, tokens, NORMED * tokens * shape.hidden)[0].most
 
 
 def _is_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> bool:
     return layout.chunked_loss and is_tiled(int(tokens), shape.hidden, int(shape.vocab / layout.tp_size))
 
 
-def _once(shape: ModelShape, layout: Layout, tokens: float, loss: Part) -> float:
+def _once(shape: ModelShape, layout: Layout, stages: Stages, recorded: Recorded, loss: Part) -> float:
     """Bytes of gradients that one of several losses without logits keeps."""
-    return loss.kept - NORMED * tokens * shape.hidden if _is_without_logits(shape, layout, tokens) else 0.0
+    return loss.kept - _normed(recorded, stages) if _is_without_logits(shape, layout, stages.tokens) else 0.0
 
 
-def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> tuple[Part, Part]:
-    """The loss that computes its gradients in tiles as it goes, and its backward, which hands them on."""
-    vocab = shape.vocab / layout.tp_size
-    tile = rows_of_tile(int(tokens), shape.hidden, int(vocab))
-    to_weight = 0.0 if shape.adapters else 4.0 * vocab * shape.hidden
-    kept = to_weight + (4.0 if layout.precision == "fp32" else 2.0) * tokens * shape.hidden
+def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float, normed: float) -> tuple[Part, Part]:
+    """The loss that computes its gradients in tiles as it goes, and its backward, which hands them on.
+
+    `normed` are the bytes that the last norm keeps.
+    """
+    vocab, size = shape.vocab / layout.tp_size, 4.0 if layout.precision == "fp32" else 2.0
+    rows = rows_of_tile(int(tokens), shape.hidden, int(vocab))
+    to_weight = 0.0 if shape.adapters else SUM_BYTES * vocab * shape.hidden
+    to_hidden = size * tokens * shape.hidden
     cast = 2.0 * vocab * shape.hidden if layout.precision == "autocast" else 0.0  # of the head's weight
-    normed = NORMED * tokens * shape.hidden
-    return Part(12.0 * tile * vocab + cast + kept + normed, kept + normed, 0.0), Part(0.0, -kept - normed, 0.0)
+    # In fp32 all of a tile has the memory of its logits. Those in 16 bit are widened, and exponentials have memory of their own; the
+    # gradient in 16 bit is left of these, and makes what is added to that of the weight.
+    each = vocab * (size if size == 4 else size + 4.0 + 4.0 + size)
+    added = vocab * rows * size + (size * min(COLUMNS, vocab) * shape.hidden if size < 4 and to_weight else 0.0)
+    # The gradient of the weight begins when the first tile is gone.
+    at_once = max(each * rows, to_weight + max(each * min(rows, tokens - rows), added))
+    kept = to_weight + to_hidden + normed
+    return Part(at_once + cast + to_hidden + normed, kept, 0.0), Part(0.0, -kept, 0.0)
 
 
-def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: float) -> tuple[Part, Part]:
-    """The loss over logits that tp ranks share, and its backward: it keeps logits alone and computes by chunks in fp32."""
+def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: float, normed: float) -> tuple[Part, Part]:
+    """The loss over logits that tp ranks share, and its backward: it keeps logits alone and computes by chunks in fp32.
+
+    `normed` are the bytes that the last norm keeps.
+    """
     size = 4 if layout.precision == "fp32" else 2
     elements = tokens * shape.vocab / layout.tp_size
-    logits, hidden = size * elements, (size + 4.0) * tokens * shape.hidden
+    logits = size * elements
     chunk, is_half = 4.0 * min(LOSS_CHUNK, elements), size == 2  # in fp32 the backward writes into the gradient itself
-    forward = Part(hidden + logits + chunk * (1 + is_half), hidden + logits, 0.0)
+    forward = Part(normed + logits + chunk * (1 + is_half), normed + logits, 0.0)
     at_once = is_half * (2 if elements > LOSS_CHUNK else 1)  # the one before lives until there is another
-    return forward, Part(logits + chunk * at_once, -hidden - logits, 0.0)
+    return forward, Part(logits + chunk * at_once, -normed - logits, 0.0)
 
 
 def _again_beside(shape: ModelShape, layout: Layout, count: int) -> int:

@@ -51,7 +51,8 @@ def _add_to_weights(module: nn.Module, names: list[str], rank: int) -> None:
         for name, (left, right) in factors.items():
             weight = self.get_parameter(name)
             pair = (self.get_parameter(path).to(weight.dtype) for path in (left, right))
-            own[name] = torch.baddbmm(weight, *pair, alpha=SCALE)  # found before the parameter
+            with torch.autocast(weight.device.type, enabled=False):  # a sum is of the dtype of the weight, as in PEFT
+                own[name] = torch.baddbmm(weight, *pair, alpha=SCALE)  # found before the parameter
         try:
             return stock(*given, **named)
         finally:

@@ -21,7 +21,7 @@ from hf_parallel.memory.activations import (
 from hf_parallel.memory.cut import blocks_of_stages
 from hf_parallel.memory.experts import stay_whole
 from hf_parallel.memory.heads import beyond_even
-from hf_parallel.memory.moments import GATHERED, SENT, Recorded, fullest, moments_of
+from hf_parallel.memory.moments import GATHERED, SENT, Recorded, Sending, fullest, moments_of
 from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 
@@ -44,6 +44,8 @@ WHOLE: Final[Mapping[tuple[Engine, Precision], tuple[float, float, float]]] = {
     ("deepspeed", "autocast"): (4, 4, 12),
     ("deepspeed", "half"): (2, 2, 12),
 }
+SUMMED: Final = 4.0  # bytes of a gradient in a message of the native engine
+MASTER: Final = 4 / 12  # part of the optimizer's state in half precision that is there before its first step
 ADAM_IN_HALF: Final = 4.0  # without ZeRO the native optimizer keeps both states in the parameters' own dtype
 GRADIENT_PARTS: Final = 4.0
 HOST_OPTIMIZER: Final = 16.0  # fp32 master, two states and an fp32 gradient
@@ -131,11 +133,66 @@ def _trained(parameters: float, shape: ModelShape) -> float:
 
 
 def _native_messages(trained: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
-    """Gradients that move into a bucket, which then has them; in 16 bit two buckets, summed in fp32."""
+    """Gradients that move into a bucket, which then has them."""
+    sent = sending_of(trained, shape, layout)
+    return {SENT: sent.last} if sent.last else {}
+
+
+def sending_of(
+    trained: float, shape: ModelShape, layout: Layout, *, passes: int = 1, is_first: bool = False
+) -> Sending:
+    """Gradients of the native engine on their way to the other replicas.
+
+    A message takes memory of its own, in fp32, beside the gradients that it is of; then it has these. It is closed when it has
+    reached its size, so a large table makes a message of its own.
+
+    Args:
+        trained: Parameters of the rank that get gradients.
+        shape: Shape of the model.
+        layout: Division among the ranks.
+        passes: Backward passes of a step that are reduced one by one; counts with stage 2.
+        is_first: Whether it is the first step, which finds out what is complete when, and so sends at its end.
+    """
     if layout.num_processes == layout.tp_size * layout.pp_size:
-        return {}
-    buckets = 4 if layout.precision == "half" and not shape.adapters else 1
-    return {SENT: min(4 * trained, buckets * layout.bucket_cap_mb * 2**20)}
+        return Sending()
+    element = 2.0 if layout.precision == "half" and not shape.adapters else 4.0
+    usual = layout.bucket_cap_mb * 2**20 / SUMMED
+    among, last = min(trained, usual), min(trained, max(usual, shape.largest / layout.tp_size))
+    if layout.stage == 0:  # all of the sums stay, in fp32
+        return Sending(element * among, element * last, SUMMED / element)
+    each = SUMMED + element
+    if is_first:
+        return Sending(0.0, each * last)
+    if layout.stage == 1:
+        return Sending(each * among, each * last, SUMMED / layout.num_shards / element)
+    return Sending(each * among, each * last, 2.0 if passes > 1 else 1.0)  # parts of earlier passes are there already
+
+
+def steps_of(
+    states: dict[str, float], trained: float, shape: ModelShape, layout: Layout, passes: int
+) -> list[tuple[dict[str, float], Sending]]:
+    """States of a rank and its messages in a step in the middle of a run, and in the first one where that may need more.
+
+    With stages 1 and 2 the first step has all gradients whole, and no state of Adam yet.
+
+    Args:
+        states: Bytes of what lasts, by term, in the middle of a run.
+        trained: See `sending_of`.
+        shape: Shape of the model.
+        layout: Division among the ranks.
+        passes: See `sending_of`.
+    """
+    is_half = layout.precision == "half" and not shape.adapters
+    whole = states | {"gradients": (2.0 if is_half else 4.0) * trained}
+    if (
+        layout.stage == 2 and layout.pp_size > 1
+    ):  # a pipeline reduces at the end of its window, so gradients are as in stage 1
+        states, layout = whole, replace(layout, stage=1)
+    usual = states, sending_of(trained, shape, layout, passes=passes)
+    if layout.stage not in (1, 2) or layout.num_shards == 1:
+        return [usual]
+    first = whole | {"optimizer state": states["optimizer state"] * (MASTER if is_half else 0.0)}
+    return [usual, (first, sending_of(trained, shape, layout, is_first=True))]
 
 
 def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, element: int) -> dict[str, float]:
@@ -232,16 +289,24 @@ def _recorded_peaks(shape: ModelShape, recorded: Recorded, layout: Layout, work:
         schedule = build_schedule("1f1b", 1, 2)  # those after the second are like it
     held, inside = parameters_of_ranks(shape, layout), blocks_of_ranks(shape, layout)
     stages, found = stages_of(shape, layout, work), []
+    passes = work.accumulation if layout.pp_size == 1 else 1
     for rank, actions in enumerate(schedule):
         lasting = _lasting(held[rank], inside[rank], shape, layout)
-        sent, gradients = lasting.pop(SENT, 0.0), lasting.pop("gradients", 0.0)
+        sent = lasting.pop(SENT, 0.0)
         lasting.pop(CASTS, 0.0)  # they are recorded
         whole = passing_gathers(lasting, layout)
         own, last = stages.of_rank(rank), len(stages.counts) - 1
-        parts = stage_parts(shape, recorded, layout, stages, rank, gradients)
-        terms = fullest(moments_of(actions, own, last), parts, sent, whole)
-        terms[GATHERED] += lasting.pop(GATHERED, 0.0)
-        found.append(lasting | terms)
+        moments, steps = moments_of(actions, own, last), [(lasting, Sending(sent, sent))]
+        if layout.engine == "native":
+            steps = steps_of(lasting, _trained(held[rank], shape), shape, layout, passes)
+        each = []
+        for states_there, sending in steps:
+            there = dict(states_there)
+            parts = stage_parts(shape, recorded, layout, stages, rank, there.pop("gradients", 0.0))
+            terms = fullest(moments, parts, sending, whole)
+            terms[GATHERED] += there.pop(GATHERED, 0.0)
+            each.append(there | terms)
+        found.append(max(each, key=lambda terms: sum(terms.values())))
     return found
 
 

@@ -1,8 +1,9 @@
-"""How many attention heads the tensor-parallel rank with most has, where the ranks do not divide them."""
+"""How many attention heads the tensor-parallel rank with most has, where the ranks do not divide them, and which tensors are of heads."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
 def most_heads(heads: int, kv_heads: int, tp_size: int) -> tuple[int, int]:
@@ -28,3 +29,33 @@ def beyond_even(heads: int, kv_heads: int, tp_size: int) -> tuple[float, float]:
         return 0.0, 0.0
     own, kv_own = most_heads(heads, kv_heads, tp_size)
     return own / heads - 1 / tp_size, kv_own / kv_heads - 1 / tp_size
+
+
+def sharing(heads: int, kv_heads: int, tp_size: int) -> float:
+    """Number by which a tensor of so many heads is divided on the rank with most of it.
+
+    Args:
+        heads: Heads of the tensor: those of queries, or those of keys and values, of which no rank computes with all.
+        kv_heads: Heads of keys and values.
+        tp_size: Ranks that share them.
+    """
+    if heads == kv_heads or kv_heads < tp_size:
+        return heads / math.ceil(heads / tp_size)
+    return heads / most_heads(heads, kv_heads, tp_size)[0]
+
+
+def heads_of(shape: tuple[int, ...], text: Any) -> tuple[int, int]:
+    """Number of heads that a tensor is of, and of those of keys and values; zeros if it is of none."""
+    queries, keys = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if not isinstance(queries, int) or queries < 1:
+        return 0, 0
+    keys = keys if isinstance(keys, int) and 0 < keys <= queries else queries
+    return next(((heads, keys) for heads in (queries, keys) if _is_of_heads(shape, heads, text)), (0, 0))
+
+
+def _is_of_heads(shape: tuple[int, ...], heads: int, text: Any) -> bool:
+    """Whether a tensor has the keys or values of so many heads: (..., heads * width), or (batch, heads, tokens, width or its half)."""
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if len(shape) == 4:
+        return shape[1] == heads and shape[3] in (width, width // 2)
+    return len(shape) in (2, 3) and shape[-1] == heads * width

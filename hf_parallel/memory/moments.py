@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
+from hf_parallel.memory.heads import sharing
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 
 
@@ -31,7 +33,7 @@ class Change:
         is_cast: Whether it is a cast of a parameter.
         order: Place of the product that it is of, among those of a module that tensor parallelism cuts into columns, from 1; else 0.
         readers: Number of such products that read what it is a cast of; 0 if it is none.
-        parts: Ranks that share it at most: keys and values of fewer heads than ranks are on several of these; 0 for any number.
+        heads: Number of heads that it is of, and of those of keys and values, which ranks share as whole ones; zeros if it is of none.
         is_routed: Whether it is of the experts: of their weights, or of the tokens that go to them.
     """
 
@@ -44,7 +46,7 @@ class Change:
     is_cast: bool = False
     order: int = 0
     readers: int = 0
-    parts: int = 0
+    heads: tuple[int, int] = (0, 0)
     is_routed: bool = False
 
 
@@ -74,6 +76,9 @@ class Recorded:
         head: The backward of that.
         backward: A block.
         runs_again: Whether the block ran again in its backward: what it then takes is in `backward`, and `forward` keeps little.
+        element: Bytes of an element of what enters a block, which norms in fp32 may have widened; 0 if it is not known.
+        chunk: Tokens up to a multiple of which a block fills a row up; 1 if it does not.
+        filled: Part of the bytes of a block that are of filled rows.
     """
 
     embedding: tuple[Change, ...]
@@ -82,6 +87,9 @@ class Recorded:
     head: tuple[Change, ...]
     backward: tuple[Change, ...]
     runs_again: bool = False
+    element: int = 0
+    chunk: int = 1
+    filled: float = 0.0
 
     @functools.cached_property
     def _sums(self) -> dict[Batch, Parts]:
@@ -92,12 +100,14 @@ class Recorded:
         found = self._sums.get(batch)
         if found is None:
             whole = replace(batch, with_fixed=True)  # what is outside of the blocks is there in any case
+            beyond = math.ceil(batch.length / self.chunk) * self.chunk / batch.length - 1
+            filled = replace(batch, tokens=batch.tokens * (1 + self.filled * beyond))
             found = self._sums[batch] = Parts(
                 embedding=summed(self.embedding, batch),
-                forward=summed(self.forward, batch),
+                forward=summed(self.forward, filled),
                 loss=summed(self.loss, whole),
                 head=summed(self.head, whole),
-                backward=summed(self.backward, batch),
+                backward=summed(self.backward, filled),
             )
         return found
 
@@ -147,7 +157,7 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
             passing *= 2 / one.readers
         ranks = 1 if one.is_routed and batch.whole_experts else batch.tp_size
         if not (one.is_gathered or (one.whole and not batch.sequence_parallel)):
-            passing /= min(ranks, one.parts or ranks)
+            passing /= sharing(*one.heads, ranks) if one.heads[0] else ranks
         is_there = batch.with_fixed and (batch.with_gradients or not one.is_gradient)
         # Ranks cast by hand, and for no longer, the weights of products that send: the first reader of an input, all that gather it.
         is_there &= not (one.is_cast and batch.tp_size > 1 and (one.order == 1 or (shares and one.order)))
@@ -221,6 +231,23 @@ class Moment(NamedTuple):
 
 
 WIDENED: Final = 2.0  # a gradient of 16 bit that is summed in fp32
+
+
+class Sending(NamedTuple):
+    """Bytes of gradients while they are on their way to other replicas.
+
+    Attributes:
+        among: Bytes of a message beside the gradients that it is of, while blocks still run.
+        last: The same of the last message, which may be of a large table.
+        left: What a gradient that was sent still takes, as a multiple of what it took: a sum in fp32, or a part of that.
+    """
+
+    among: float = 0.0
+    last: float = 0.0
+    left: float = 1.0
+
+
+ALONE: Final = Sending()
 NOTHING, TABLE, EARLY, ALL = range(4)  # gradients of a stage: none, the head's, all but those that come last, all
 
 
@@ -301,13 +328,13 @@ def _largest(found: Iterable[Moment]) -> tuple[Moment, ...]:
     )
 
 
-def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float, gathered: float = 0.0) -> tuple[float, ...]:
+def terms_at(moment: Moment, stages: Sequence[StageParts], sent: Sending, gathered: float = 0.0) -> tuple[float, ...]:
     """Bytes of each of `NAMES`.
 
     Args:
         moment: Moment of a rank.
         stages: Parts of the rank's stages.
-        sent: Bytes of gradients on their way while the last backward of a stage runs.
+        sent: Gradients on their way while the last backward of a stage runs.
         gathered: Bytes of parameters that are whole while a block runs.
     """
     kind, own = moment.kind, stages[moment.place]
@@ -328,12 +355,20 @@ def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float, gathered
     elif kind in ("backward", "embedding"):
         again, temporary = own.again, temporary + own.backward + own.sent
         kept += own.entering if kind == "embedding" else 0.0
-    gradients = sum(map(_gradients, stages, moment.reached))
+    each = list(map(_gradients, stages, moment.reached))
     in_blocks = kind in ("forward", "backward", "embedding")
-    on_way = sent if moment.is_sent else 0.0
-    if kind == "backward":  # as it begins: of this pass there is none but the head's, which is widened
-        on_way = min(on_way, WIDENED * own.table)
-    return kept, max(waiting, 0.0), gradients, again, temporary, on_way, gathered * in_blocks
+    on_way = 0.0
+    if (
+        moment.is_sent and kind == "backward"
+    ):  # as it begins: of this pass there is none but the head's, which is widened
+        on_way = min(sent.last, WIDENED * own.table)
+    elif moment.is_sent and kind == "embedding":
+        each[moment.place] *= sent.left
+        on_way = sent.among
+    elif moment.is_sent:
+        each = [sent.left * one for one in each]
+        on_way = sent.last
+    return kept, max(waiting, 0.0), sum(each), again, temporary, on_way, gathered * in_blocks
 
 
 def _gradients(stage: StageParts, reached: int) -> float:
@@ -343,7 +378,7 @@ def _gradients(stage: StageParts, reached: int) -> float:
 
 
 def fullest(
-    moments: Iterable[Moment], stages: Sequence[StageParts], sent: float, gathered: float = 0.0
+    moments: Iterable[Moment], stages: Sequence[StageParts], sent: Sending, gathered: float = 0.0
 ) -> dict[str, float]:
     """Bytes by term at the moment with most; see `terms_at`."""
     return dict(zip(NAMES, max((terms_at(one, stages, sent, gathered) for one in moments), key=sum), strict=True))

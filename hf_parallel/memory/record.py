@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, cast
 
 import torch
@@ -22,6 +23,7 @@ from hf_parallel.memory.adapted import adapt
 from hf_parallel.memory.allocations import Allocations, Block
 from hf_parallel.memory.block import LENGTHS, REFUSALS
 from hf_parallel.memory.fakes import give_memory, maskless_attention
+from hf_parallel.memory.heads import heads_of
 from hf_parallel.memory.layers import with_layers
 from hf_parallel.memory.meter import Meter, of_any_block
 from hf_parallel.memory.moments import Batch, Change, Recorded, summed
@@ -49,7 +51,7 @@ class Size(NamedTuple):
     is_cast: bool
     order: int
     readers: int
-    parts: int
+    heads: tuple[int, int]
     is_routed: bool
 
 
@@ -65,6 +67,7 @@ class Known(NamedTuple):
 
     Attributes:
         shared: See `_shared_results`.
+        between: See `_modules_between`.
         gathered: See `_gathered_results`.
         columns: See `_columns`.
         shapes: Shapes of parameters.
@@ -73,6 +76,7 @@ class Known(NamedTuple):
     """
 
     shared: set[tuple[str, str]]
+    between: dict[str, tuple[str, str]]
     gathered: set[tuple[str, str]]
     columns: dict[str, tuple[int, int]]
     shapes: set[tuple[int, ...]]
@@ -120,22 +124,40 @@ def _record(config: Any, precision: Precision, variant: Variant) -> Recorded | N
     found = _recorded(config, precision, variant, LENGTHS)
     if found is None or not _fills_rows(found):
         return found
-    return _recorded(config, precision, variant, LONG) or found
+    long = _recorded(config, precision, variant, LONG)
+    return found if long is None else _with_filling(long, config, precision, variant)
+
+
+def _with_filling(long: Recorded, config: Any, precision: Precision, variant: Variant) -> Recorded:
+    """The same with the tokens up to a multiple of which a row is filled up, and the part of a block's bytes that are of these.
+
+    The first token of such a chunk takes all of it, the second one of the rest alone.
+    """
+    runs = [_run(config, LONG[0] + more, precision, variant)[0]["forward"] for more in range(3)]
+    kept = [sum(one.size for one in run if not (one.is_gradient or one.is_cast)) for run in runs]
+    rest, each = kept[2] - kept[1], summed(long.forward, Batch(1, 1)).kept
+    filled = each - rest
+    if filled <= 0:
+        return long
+    return replace(long, chunk=max(1, round((kept[1] - kept[0] - rest) / filled)), filled=filled / each)
 
 
 def _recorded(config: Any, precision: Precision, variant: Variant, lengths: Sequence[int]) -> Recorded | None:
     """A step as it runs at three lengths; None if another length runs other operations, as a scan of token after token does."""
     runs: list[Run] = []
+    element = 0
     try:
         for length in lengths:
-            runs.append(_run(config, length, precision, variant))
+            run, element = _run(config, length, precision, variant)
+            runs.append(run)
             if _flags(runs[-1]) != _flags(runs[0]):
                 return None
     except (*REFUSALS, ConfigError, PlanError, UnsupportedError):
         return None
     parts = [tuple(_change(own, lengths) for own in zip(*(run[name] for run in runs), strict=True)) for name in PARTS]
     embedding, forward, loss, head, backward = parts
-    return Recorded(embedding, forward, loss, head, backward, runs_again=variant.checkpoint is not None)
+    again = variant.checkpoint is not None
+    return Recorded(embedding, forward, loss, head, backward, runs_again=again, element=element)
 
 
 def _fills_rows(recorded: Recorded) -> bool:
@@ -144,13 +166,13 @@ def _fills_rows(recorded: Recorded) -> bool:
     return filled > FILLED * summed(recorded.forward, Batch(max(LENGTHS), max(LENGTHS))).most
 
 
-def _flags(run: Run) -> dict[str, list[tuple[int, ...]]]:
+def _flags(run: Run) -> dict[str, list[tuple[Any, ...]]]:
     """Kinds of the changes of each part, without their sizes."""
     return {name: [one[1:-1] for one in run[name]] for name in PARTS}  # what is routed shows at several lengths
 
 
 def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
-    sizes, (_, whole, is_gradient, is_gathered, is_cast, order, readers, parts, _) = [one.size for one in own], own[0]
+    sizes, (_, whole, is_gradient, is_gathered, is_cast, order, readers, heads, _) = [one.size for one in own], own[0]
     is_routed = all(one.is_routed for one in own)
     is_gathered |= is_routed and whole  # ranks that share the sequence gather it before its tokens go to experts
     step, first = lengths[1] - lengths[0], lengths[0]
@@ -158,7 +180,7 @@ def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
     linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
     fixed = sizes[0] - linear * first - square * first**2
     passing = whole and not fixed, is_gradient, is_gathered and not fixed
-    return Change(fixed, linear, square, *passing, is_cast, order, readers, parts, is_routed)
+    return Change(fixed, linear, square, *passing, is_cast, order, readers, heads, is_routed)
 
 
 def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
@@ -174,8 +196,11 @@ def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
     return model
 
 
-def _run(config: Any, length: int, precision: Precision, variant: Variant) -> Run:
-    """Bytes of each change, and what it is of: the residual stream, a gradient, a norm over all heads, a cast of a parameter."""
+def _run(config: Any, length: int, precision: Precision, variant: Variant) -> tuple[Run, int]:
+    """Bytes of each change, and what it is of (the residual stream, a gradient, a norm over all heads, a cast of a parameter).
+
+    And the bytes of an element of what enters a block.
+    """
     model = _built(config, precision, variant)
     name_of_stack = candidate_stacks(model)[0]
     blocks = blocks_of(model, name_of_stack)
@@ -188,7 +213,7 @@ def _run(config: Any, length: int, precision: Precision, variant: Variant) -> Ru
         give_memory(model, device, fake, meter.follow)
         if variant.checkpoint is not None:
             variant.checkpoint(model, name_of_stack)
-        stack.enter_context(_marking(blocks, lambda name: marks.append((name, len(memory.changes)))))
+        stack.enter_context(_marking(blocks, memory, marks))
         stack.enter_context(maskless_attention(model))
         stack.enter_context(meter)
         memory.begin()
@@ -208,13 +233,17 @@ def _run(config: Any, length: int, precision: Precision, variant: Variant) -> Ru
     middle = blocks[MIDDLE]
     name = next(name for name, one in model.named_modules() if one is middle)
     shared = {(op, of_any_block(f"{name}.{path}")) for op, path in _shared_results(middle)}
+    hidden = config.get_text_config().hidden_size
+    between = {
+        of_any_block(f"{name}.{path}"): (of_any_block(f"{name}.{parent}"), of_any_block(f"{name}.{last}"))
+        for path, (parent, last) in _modules_between(middle, hidden).items()
+    }
     gathered = {(op, of_any_block(f"{name}.{path}")) for op, path in _gathered_results(middle)}
     columns = {of_any_block(f"{name}.{path}"): place for path, place in _columns(middle).items()}
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
     stacks = {tuple(parameter.shape) for parameter in middle.parameters() if parameter.ndim == len("ewh")}
-    return _by_part(
-        memory, dict(marks), config.get_text_config(), Known(shared, gathered, columns, shapes, stacks, length)
-    )
+    known = Known(shared, between, gathered, columns, shapes, stacks, length)
+    return _by_part(memory, dict(marks), config.get_text_config(), known), dict(marks)["element"]
 
 
 def _products(block: nn.Module) -> dict[str, list[str]]:
@@ -238,6 +267,30 @@ def _shared_results(block: nn.Module) -> set[tuple[str, str]]:
         found |= {(op, path) for op in ("mm", "addmm") for path in own[:-1]}
         copied = [own[-1], *([parent] if parent else [])]
         found |= {(op, path) for op in ("_to_copy", "clone") for path in copied}
+    return found
+
+
+def _modules_between(block: nn.Module, hidden: int) -> dict[str, tuple[str, str]]:
+    """Products of modules that compute with shared results (scale queries, say) -> module, and its last product: what that makes is whole."""
+    found: dict[str, tuple[str, str]] = {}
+    for parent, own in _products(block).items():
+        last = block.get_submodule(own[-1])
+        width = cast("Tensor", last.weight).shape[0 if isinstance(last, nn.Linear) else -1]
+        if parent and width == hidden:
+            found |= dict.fromkeys(own[:-1], (parent, own[-1]))
+    return found
+
+
+def _made_between(made: Iterable[Block], between: dict[str, tuple[str, str]]) -> set[int]:
+    """Ids of blocks that such modules make themselves, of those of a forward in their order."""
+    found, ends = set(), dict[str, str]()
+    for block in made:
+        module = _module_of(block)
+        if block.op in ("mm", "addmm"):
+            ends |= [between[module]] if module in between else []
+            ends = {parent: last for parent, last in ends.items() if last != module}
+        elif module in ends:
+            found.add(id(block))
     return found
 
 
@@ -269,12 +322,20 @@ def _gathered_results(block: nn.Module) -> set[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def _marking(blocks: Sequence[nn.Module], mark: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `mark` is told when a block's forward begins, and when the gradient of what goes into it is there."""
+def _marking(blocks: Sequence[nn.Module], memory: Allocations, marks: list[tuple[str, int]]) -> Iterator[None]:
+    """Inside, the number of changes is noted when a block's forward begins, and when the gradient of what goes into it is there.
+
+    And the bytes of an element of that, as "element".
+    """
+
+    def mark(name: str) -> None:
+        marks.append((name, len(memory.changes)))
 
     def enter(index: int, args: Any, kwargs: Any) -> None:
         mark(f"forward {index}")
         entering = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if entering is not None and index == MIDDLE:
+            marks.append(("element", entering.element_size()))
         if entering is not None and entering.requires_grad:
             entering.register_hook(lambda gradient: mark(f"backward {index}"))
 
@@ -305,7 +366,7 @@ def _by_part(
     known: Known,
 ) -> Run:
     """The changes between marks."""
-    hidden, heads = text.hidden_size, _few_heads(text)
+    hidden = text.hidden_size
     ends = {
         "embedding": (0, marks["forward 0"]),
         "forward": (marks[f"forward {MIDDLE}"], marks[f"forward {MIDDLE + 1}"]),
@@ -316,37 +377,28 @@ def _by_part(
 
     # What the forward makes is in the backward, too; the gradients there are no results of these modules.
     made = [block for block, _ in memory.changes[slice(*ends["forward"])]]
+    shared_between = _made_between(made, known.between)
     all_heads = {
         id(block) for block in made if {("", _module_of(block)), (block.op, _module_of(block))} & known.gathered
     }
 
     def about(block: Block, change: int) -> Size:
         whole = len(block.shape) in (2, 3) and block.shape[-1] in (hidden, 1)
-        whole = whole and (block.op, _module_of(block)) not in known.shared
+        whole = whole and (block.op, _module_of(block)) not in known.shared and id(block) not in shared_between
         is_cast, is_routed = block.op == "_to_copy" and block.shape in known.shapes, known.is_routed(block.shape)
-        parts = heads if heads and not whole and _is_of_heads(block.shape, heads, text) else 0
+        heads = (0, 0) if whole else heads_of(block.shape, text)
         order, readers = known.columns.get(_module_of(block), (0, 0))
         is_input = whole and block.op == "_to_copy" and not is_cast
         return Size(
             *(float(change), whole, block.kind == "gradients", id(block) in all_heads, is_cast),
-            *(order, readers * is_input, parts, is_routed),
+            *(order, readers * is_input, heads, is_routed),
         )
 
-    return {name: [about(*one) for one in _ordered(memory.changes[begin:end])] for name, (begin, end) in ends.items()}
-
-
-def _few_heads(text: Any) -> int:
-    """Heads of keys and values, where there are fewer than of queries; else 0."""
-    own, all_heads = getattr(text, "num_key_value_heads", None), getattr(text, "num_attention_heads", None)
-    return own if isinstance(own, int) and isinstance(all_heads, int) and own < all_heads else 0
-
-
-def _is_of_heads(shape: tuple[int, ...], heads: int, text: Any) -> bool:
-    """Whether a tensor has the keys or values of so many heads: (..., heads * width), or (batch, heads, tokens, width or its half)."""
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if len(shape) == 4:
-        return shape[1] == heads and shape[3] in (width, width // 2)
-    return len(shape) in (2, 3) and shape[-1] == heads * width
+    # What the embedding made and a frame holds until the model returns: where there are stages, it is not on the last one.
+    before = {id(block) for block, _ in memory.changes[: marks["forward 0"]]}
+    changes = {name: memory.changes[begin:end] for name, (begin, end) in ends.items()}
+    changes["loss"] = [one for one in changes["loss"] if id(one[0]) not in before]
+    return {name: [about(*one) for one in _ordered(own)] for name, own in changes.items()}
 
 
 def _module_of(block: Block) -> str:

@@ -114,7 +114,7 @@ def _own_bytes(
     stages = Stages(spec.micro_batch * seq_len, seq_len, placement(spec), counts, sizes)
     if spec.pp == 1:
         stages = replace(stages, placement=(0,), counts=[sum(counts)], sizes=[sum(sizes)])
-    peaks = peaks_of_ranks(profile.shape, recorded, spec, stages, held, [one["gradients"] for one in states])
+    peaks = peaks_of_ranks(profile.shape, recorded, spec, stages, held, states)
     found = [lasting | peak for lasting, peak in zip(states, peaks, strict=True)]
     return max(found, key=lambda terms: sum(terms.values()))
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Final
 
 from hf_parallel.memory.activations import Stages, stage_parts
-from hf_parallel.memory.estimate import CASTS, buffers, passing_gathers, unpacked
-from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, fullest, moments_of
+from hf_parallel.memory.estimate import CASTS, buffers, passing_gathers, steps_of, unpacked
+from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, Sending, fullest, moments_of
 from hf_parallel.memory.terms import Layout, ModelShape, Precision, SavedBytes
 from hf_parallel.memory.variant import Variant
 from hf_parallel.planner.adapters import is_beside, rank_of_all
@@ -76,7 +76,7 @@ def peaks_of_ranks(
     spec: LayoutSpec,
     stages: Stages,
     held: Sequence[float],
-    gradients: Sequence[float],
+    states: Sequence[Mapping[str, float]],
 ) -> list[dict[str, float]]:
     """Activations, logits and buffers of each rank of a pipeline: what they add to its states when it has most.
 
@@ -86,7 +86,7 @@ def peaks_of_ranks(
         spec: The layout.
         stages: Its stages.
         held: Parameters of each rank.
-        gradients: Bytes of each rank's gradients, which count as there: so long as they are not, others have their room.
+        states: States of each rank by term. All of them count as there: so long as gradients are not, others have their room.
     """
     layout = _layout(spec)
     if spec.adapters:
@@ -94,23 +94,32 @@ def peaks_of_ranks(
     passes = spec.num_microbatches if spec.schedule == "gpipe" else min(spec.num_microbatches, ROUNDS * spec.pp)
     moments = _moments(spec.schedule, spec.pp, passes, spec.stages_per_rank)
     found = []
-    for rank in range(spec.pp):
+    for rank, own in enumerate(states):
         lasting = _lasting(held[rank], shape, layout, spec)
         sent, whole = lasting.pop(SENT, 0.0), passing_gathers(lasting, layout)
-        parts = stage_parts(shape, recorded, layout, stages, rank, gradients[rank])
-        found.append(_added(fullest(moments[rank], parts, sent, whole), gradients[rank]))
+        there = {"gradients": own["gradients"], "optimizer state": own["optimizer"]}
+        steps = [(there, Sending(sent, sent))]
+        if layout.engine == "native":
+            passes = spec.num_microbatches if spec.pp == 1 else 1
+            steps = steps_of(there, spec.trained(held[rank]), shape, layout, passes)
+        each = []
+        for had, sending in steps:
+            parts = stage_parts(shape, recorded, layout, stages, rank, had["gradients"])
+            terms = fullest(moments[rank], parts, sending, whole)
+            each.append(_added(terms, sum(there.values()) - had["optimizer state"]))
+        found.append(max(each, key=lambda terms: sum(terms.values())))
         found[-1]["buffers"] += sum(lasting.values())
     return found
 
 
-def _added(terms: Mapping[str, float], gradients: float) -> dict[str, float]:
-    """Terms of a rank that has so many bytes of gradients in the end."""
+def _added(terms: Mapping[str, float], counted: float) -> dict[str, float]:
+    """Terms of a rank of which so many bytes of states are counted already, more or less than its gradients take."""
     found = {
         "activations": terms["activations"] + terms["recomputed blocks"] + terms[TEMPORARY],
         "logits": terms["logits and loss"],
-        "buffers": terms[SENT] + terms[GATHERED],
+        "buffers": terms[SENT] + terms[GATHERED] + max(0.0, terms["gradients"] - counted),
     }
-    return in_room_of(gradients - terms["gradients"], found)
+    return in_room_of(max(0.0, counted - terms["gradients"]), found)
 
 
 def in_room_of(missing: float, terms: Mapping[str, float]) -> dict[str, float]:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from hf_parallel.memory.activations import LOSS_CHUNK, Stages, stage_parts
-from hf_parallel.memory.moments import Batch, Change, Part, Recorded, StageParts, fullest, moments_of, summed
-from hf_parallel.memory.terms import Layout, ModelShape
+from hf_parallel.head import tiles
+from hf_parallel.memory.activations import COLUMNS, LOSS_CHUNK, Stages, _parts_without_logits, stage_parts
+from hf_parallel.memory.estimate import sending_of, steps_of
+from hf_parallel.memory.moments import (
+    ALONE,
+    Batch,
+    Change,
+    Part,
+    Recorded,
+    Sending,
+    StageParts,
+    fullest,
+    moments_of,
+    summed,
+)
+from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 from hf_parallel.tensor_parallel.run.vocab_loss import CHUNK_ELEMENTS
@@ -18,10 +32,25 @@ from hf_parallel.tensor_parallel.run.vocab_loss import CHUNK_ELEMENTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from dry_run_draws import Draw, Found, peaks, predicted
 from dry_run_peaks import SECTIONS, TYPES, difference
 
 
 WITHIN: Final = 0.05
+GATED_SMALL: Final = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+}
+WIDER: Final = GATED_SMALL | {
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+}
 
 
 def test_a_part_takes_more_than_it_keeps() -> None:
@@ -40,8 +69,15 @@ def test_a_part_takes_more_than_it_keeps() -> None:
 
 
 def test_keys_of_fewer_heads_than_ranks_are_on_several_of_these() -> None:
-    change = Change(0, 12, 0, whole=False, parts=2)
+    change = Change(0, 12, 0, whole=False, heads=(2, 2))
     assert [summed([change], Batch(1, 1, tp_size=ranks)).kept for ranks in (1, 2, 4)] == [12, 6, 6]
+
+
+def test_the_rank_with_most_heads_counts() -> None:
+    """7 heads on 3 ranks: 3 of them; 8 groups of 4 queries on 3 ranks: 3 groups; 2 groups on 3 ranks: parts of the queries."""
+    for heads, expected in (((7, 7), 3 / 7), ((32, 8), 12 / 32), ((8, 8), 3 / 8), ((8, 2), 3 / 8), ((2, 2), 1 / 2)):
+        change = Change(0, 1, 0, whole=False, heads=heads)
+        assert summed([change], Batch(1, 1, tp_size=3)).kept == pytest.approx(expected)
 
 
 def test_what_is_routed_to_whole_experts_is_on_every_rank() -> None:
@@ -97,7 +133,7 @@ def stage(**values: Any) -> StageParts:
     return StageParts(**usual | values)
 
 
-def most(schedule: str, pp: int, microbatches: int, stages: list[StageParts], sent: float = 0.0) -> list[float]:
+def most(schedule: str, pp: int, microbatches: int, stages: list[StageParts], sent: Sending = ALONE) -> list[float]:
     made = build_schedule(schedule, pp, microbatches)
     return [
         sum(fullest(moments_of(actions, [rank], len(stages) - 1), [stages[rank]], sent).values())
@@ -109,7 +145,7 @@ def test_gradients_are_there_when_activations_are_not() -> None:
     """One batch: either all activations, or all gradients, never both."""
     assert most("gpipe", 1, 1, [stage(kept=100, gradients=30)]) == [100]
     assert most("gpipe", 1, 1, [stage(kept=30, gradients=100)]) == [100]
-    assert most("gpipe", 1, 1, [stage(kept=30, gradients=100)], sent=5) == [105]
+    assert most("gpipe", 1, 1, [stage(kept=30, gradients=100)], sent=Sending(0, 5)) == [105]
 
 
 def test_gradients_of_the_batch_before_are_there_too() -> None:
@@ -138,11 +174,170 @@ def test_blocks_are_whole_while_they_run_and_not_while_the_loss_does() -> None:
     own = stage(kept=100, gradients=0, loss=Part(60, 40, 0), head=Part(50, -40, 0))
     for gathered, expected in ((30, 190), (130, 230)):
         moments = moments_of(build_schedule("gpipe", 1, 1)[0], [0], 0)
-        assert sum(fullest(moments, [own], 0.0, gathered).values()) == expected
+        assert sum(fullest(moments, [own], ALONE, gathered).values()) == expected
 
 
 def test_chunks_of_the_loss_are_those_of_the_run() -> None:
-    assert LOSS_CHUNK == CHUNK_ELEMENTS
+    assert (LOSS_CHUNK, COLUMNS) == (CHUNK_ELEMENTS, tiles.COLUMNS)
+
+
+def test_gradients_of_16_bit_that_were_sent_are_sums_in_fp32() -> None:
+    """A message beside the last gradients, and twice as much of each that was sent."""
+    assert most("gpipe", 1, 1, [stage(kept=30, gradients=100)], Sending(10, 20, 2.0)) == [220]
+    assert most("gpipe", 1, 1, [stage(kept=30, gradients=100)], Sending(10, 20, 0.5)) == [70]
+
+
+def test_the_first_step_of_zero_2_has_whole_gradients_and_no_state_of_adam() -> None:
+    shape = ModelShape(1000, 1, 8, 16, 100, 2, 2, 4, largest=10)
+    layout = Layout(8, 8, stage=2, precision="fp32")
+    states = {"weights": 4000.0, "gradients": 500.0, "optimizer state": 1000.0}
+    usual, (first, sending) = steps_of(states, 1000.0, shape, layout, 2)
+    assert usual[0] == states
+    assert usual[1].left == 2.0  # the parts of the pass before, and of this one
+    assert first == states | {"gradients": 4000.0, "optimizer state": 0.0}
+    assert sending.left == 1.0
+    half = replace(layout, precision="half")
+    (_, (first, _)) = steps_of(states, 1000.0, shape, half, 1)
+    assert first["gradients"] == 2000.0
+    assert first["optimizer state"] == pytest.approx(1000 / 3)
+    assert len(steps_of(states, 1000.0, shape, replace(layout, stage=0), 1)) == 1
+
+
+def test_a_pipeline_has_whole_gradients_with_stage_2_too() -> None:
+    shape = ModelShape(1000, 1, 8, 16, 100, 2, 2, 4, largest=10)
+    states = {"weights": 4000.0, "gradients": 500.0, "optimizer state": 1000.0}
+    usual, _ = steps_of(states, 1000.0, shape, Layout(16, 16, pp_size=2, stage=2, precision="fp32"), 1)
+    assert usual[0]["gradients"] == 4000.0
+    assert usual[1].left == 1 / 8
+
+
+def test_a_message_of_a_large_table_is_as_large() -> None:
+    shape = ModelShape(10**9, 1, 8, 16, 100, 2, 2, 4, largest=10**8)
+    sending = sending_of(1e9, shape, Layout(2, 2, precision="fp32"))
+    assert sending == Sending(25 * 2**20, 4e8, 1.0)
+
+
+def test_a_block_that_fills_rows_up_takes_whole_chunks() -> None:
+    """Three quarters of what a token takes are of rows of 256, 512 and so on."""
+    recorded = Recorded((), (Change(0, 8, 0, whole=False),), (), (), (), chunk=256, filled=0.75)
+    for length, expected in ((256, 8 * 256), (257, 2 * 257 + 6 * 512), (512, 8 * 512)):
+        assert recorded.parts(Batch(length, length)).forward.kept == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("precision", "size", "logits"), [("fp32", 4, 4 * 256 + 32), ("half", 2, 12 * 256)])
+def test_a_tile_of_the_loss_takes_what_its_logits_are_made_of(precision: Any, size: int, logits: int) -> None:
+    """Two tiles, the second of 44 rows: the gradient of the weight begins with the product of the first one's gradient."""
+    hidden, vocab, tokens = 8, 1000, 300
+    shape = ModelShape(9000, 2, hidden, 16, vocab, 2, 2, 4)
+    loss, _ = _parts_without_logits(shape, Layout(2, 2, pp_size=2, precision=precision), tokens, 0.0)
+    weight, states = 4 * vocab * hidden, size * tokens * hidden
+    assert loss.most == states + logits * vocab
+    assert loss.kept == weight + states
+
+
+def test_blocks_that_run_again_have_what_their_forward_passes() -> None:
+    """Of two blocks the last one is at the end of its forward: it has what it will give back, which its backward has not."""
+    shape = ModelShape(9000, 2, 8, 16, 100, 2, 2, 4)
+    forward = (Change(0, 10, 0, whole=False), Change(0, 90, 0, whole=False), Change(0, -90, 0, whole=False))
+    recorded = Recorded((), forward, (), (), (Change(0, 5, 0, whole=False), Change(0, -15, 0, whole=False)))
+    layout = Layout(1, 1, precision="fp32", recompute=ActivationCheckpointingConfig(every=2))
+    (part,) = stage_parts(shape, recorded, layout, Stages(4, 4, (0,), (2,), (2.0,)), 0, 0.0)
+    assert (part.again, part.backward) == (2 * 40, 90 * 4)
+
+
+# Set-ups in which predictions were wrong, each for a reason of its own.
+SEEN: Final = {
+    "queries that are scaled before attention are shared": Draw(
+        "opt",
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "ffn_dim": 256,
+            "word_embed_proj_dim": 128,
+            "vocab_size": 1000,
+        },
+        "tp2",
+        "fp32",
+        "none",
+        Work(4, 512),
+        0,
+        False,
+    ),
+    "a loss in tiles in fp32": Draw(
+        "llama",
+        GATED_SMALL | {"vocab_size": 32000},
+        "pp2",
+        "fp32",
+        "none",
+        Work(4, 512),
+        0,
+        True,
+    ),
+    "adapters of experts are added to whole stacks in fp32": Draw(
+        "mixtral",
+        GATED_SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "pp2",
+        "autocast",
+        "none",
+        Work(4, 257),
+        8,
+        False,
+    ),
+    "frozen weights are not cast for long": Draw(
+        "gpt_neox",
+        {
+            "hidden_size": 448,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 7,
+            "intermediate_size": 1344,
+            "vocab_size": 1000,
+        },
+        "pp2",
+        "autocast",
+        "every 1",
+        Work(4, 128),
+        8,
+        True,
+    ),
+    "the forward that runs again": Draw(
+        "starcoder2",
+        GATED_SMALL,
+        "tp2",
+        "half",
+        "every 2",
+        Work(8, 512),
+        0,
+        False,
+    ),
+    "sums of gradients in fp32": Draw("llama", WIDER, "dp2", "half", "none", Work(1, 128), 0, False),
+    "the first step of zero2": Draw("llama", WIDER, "zero2 of 8", "fp32", "none", Work(1, 128), 0, False),
+    "a row of two chunks": Draw(
+        "mamba2",
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "n_groups": 1,
+            "num_heads": 8,
+            "vocab_size": 1000,
+        },
+        "one",
+        "fp32",
+        "none",
+        Work(2, 257),
+        0,
+        False,
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SEEN)
+def test_what_was_foreseen_wrongly_is_the_peak_of_a_dry_run(name: str) -> None:
+    draw = SEEN[name]
+    assert abs(Found(predicted(draw), peaks(draw)).difference) <= WITHIN
 
 
 @pytest.mark.timeout(120)

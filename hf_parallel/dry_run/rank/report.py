@@ -56,6 +56,7 @@ class DryRun:
         after_bytes: Memory between two steps.
         messages: Messages sent, the most bytes first.
         waits: Places where the host waits, the most often first.
+        is_first: Whether the peak is that of the first step of a run; else of one in its middle.
     """
 
     rank: str
@@ -64,6 +65,7 @@ class DryRun:
     after_bytes: int
     messages: tuple[Message, ...]
     waits: tuple[Wait, ...]
+    is_first: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -82,7 +84,8 @@ class DryRun:
     def lines(self) -> Iterator[str]:
         """The report as text."""
         yield f"{self.rank}: {self.parameters / MB:.3g} million parameters, peak {self.peak_bytes / GB:.2f} GB"
-        yield f"  between steps {self.after_bytes / GB:.2f} GB; at the peak:"
+        where = "at the peak, in the first step" if self.is_first else "at the peak"
+        yield f"  between steps {self.after_bytes / GB:.2f} GB; {where}:"
         for kind, size in self.peak.by_kind.items():
             yield f"  {size / GB:9.3f} GB  {kind}"
         yield "largest at the peak:"
@@ -97,20 +100,23 @@ class DryRun:
             yield f"  {wait.times:6d} x {wait.where}"
 
 
-def report_of(rank: str, meter: Meter, parameters: int) -> DryRun:
+def report_of(rank: str, meter: Meter, parameters: int, first: Peak) -> DryRun:
     """Make a report of what a meter has counted since it began.
 
     Args:
         rank: In words.
         meter: After a step.
         parameters: Elements that the rank runs.
+        first: Peak of the first step, which counts if it is higher.
     """
+    later = meter.memory.peak()
     messages = [Message(*key, calls, meter.message_bytes[key]) for key, calls in meter.messages.items()]
     return DryRun(
         rank,
         parameters,
-        meter.memory.peak(),
+        max(later, first, key=lambda peak: peak.total_bytes),
         meter.memory.now_bytes,
         tuple(sorted(messages, key=lambda one: (-one.total_bytes, -one.calls, one.operation))),
         tuple(Wait(where, times) for where, times in meter.waits.most_common()),
+        is_first=first.total_bytes > later.total_bytes,
     )

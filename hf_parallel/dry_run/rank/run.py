@@ -100,7 +100,7 @@ class Job:
 
 
 def run_dry(job: Job) -> DryRun:
-    """Train two steps of one rank on fake tensors and count the second.
+    """Train two steps of one rank on fake tensors and count the second, and memory of the first if that needs more.
 
     Raises:
         PlanError, ConfigError, UnsupportedError: The same as in a run with these settings.
@@ -135,12 +135,14 @@ def run_dry(job: Job) -> DryRun:
             stack.enter_context(meter)
             meter.begin()
             training.step(batches[:1])  # makes the optimizer's state
-            alone = meter.counts()
+            alone, first = meter.counts(), meter.memory.peak()
             meter.begin()
             training.step(batches)
+            if job.config.zero.stage not in (1, 2):  # whose first step alone sends in another order
+                first = meter.memory.peak()
             if len(batches) < job.work.accumulation:
                 meter.repeat(alone, job.work.accumulation - len(batches))
-        return report_of(job.shape.describe(job.rank), meter, count)
+        return report_of(job.shape.describe(job.rank), meter, count, first)
 
 
 def axis_of(shape: MeshShape, ranks: list[int]) -> str:
