@@ -197,7 +197,9 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
     )
     loss, head = parts.loss, parts.head
     if _is_without_logits(shape, layout, stages.tokens):
-        loss, head = _parts_without_logits(shape, layout, stages.tokens, _normed(recorded, stages))
+        loss, head = _parts_without_logits(
+            shape, layout, stages.tokens, _normed_for_tiles(shape, layout, recorded, stages)
+        )
     elif layout.tp_size > 1:
         loss, head = _parts_of_split_vocabulary(shape, layout, stages.tokens, _normed(recorded, stages))
     return replace(parts, loss=loss, head=head)
@@ -206,6 +208,12 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
 def _normed(recorded: Recorded, stages: Stages) -> float:
     """Bytes of the width of the residual stream that the last norm and the head keep."""
     return summed([one for one in recorded.loss if one.whole], Batch(stages.tokens, stages.length)).kept
+
+
+def _normed_for_tiles(shape: ModelShape, layout: Layout, recorded: Recorded, stages: Stages) -> float:
+    """The same of a loss without logits, which keeps hidden states as they are and casts those of a tile."""
+    uncast = (4.0 - 2.0) * stages.tokens * shape.hidden if layout.precision == "autocast" else 0.0
+    return _normed(recorded, stages) + uncast
 
 
 def loss_bytes(shape: ModelShape, layout: Layout, tokens: float) -> float:
@@ -225,7 +233,9 @@ def _is_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> bool
 
 def _once(shape: ModelShape, layout: Layout, stages: Stages, recorded: Recorded, loss: Part) -> float:
     """Bytes of gradients that one of several losses without logits keeps."""
-    return loss.kept - _normed(recorded, stages) if _is_without_logits(shape, layout, stages.tokens) else 0.0
+    if not _is_without_logits(shape, layout, stages.tokens):
+        return 0.0
+    return loss.kept - _normed_for_tiles(shape, layout, recorded, stages)
 
 
 def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float, normed: float) -> tuple[Part, Part]:

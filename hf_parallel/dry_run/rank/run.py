@@ -138,7 +138,8 @@ def run_dry(job: Job) -> DryRun:
             alone, first = meter.counts(), meter.memory.peak()
             meter.begin()
             training.step(batches)
-            if job.config.zero.stage not in (1, 2):  # whose first step alone sends in another order
+            # Without ZeRO both need the same. With stage 3 torch works out shapes in the first one, on fake tensors of whole parameters.
+            if job.config.zero.stage not in (1, 2):
                 first = meter.memory.peak()
             if len(batches) < job.work.accumulation:
                 meter.repeat(alone, job.work.accumulation - len(batches))
