@@ -81,9 +81,11 @@ class Session:
         self.compute_dtype: torch.dtype | None = None
         self.raw_loop = False
         names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
-        self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s), topic=topic_of_its_own("all"))
+        self.meeting = Meeting(
+            names, min(MEETING_S, config.monitor.hang_timeout_s), topic=topic_of_its_own("all", None)
+        )
         # Code of users may run on one rank as long as others may wait for it, but for what it takes to say so first.
-        self.flags = Meeting(names, 0.9 * config.monitor.hang_timeout_s, topic=topic_of_its_own("flags"))
+        self.flags = Meeting(names, 0.9 * config.monitor.hang_timeout_s, topic=topic_of_its_own("flags", None))
         self._beside: WeakSet[nn.Module] = WeakSet()  # models for inference beside the attached one
         self._in_parts: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # of those that are cut or sharded
         self._before: set[int] = set()  # parameters of attached models, as they were before

@@ -151,14 +151,17 @@ class Meeting:
         return ", ".join(here), ", ".join(missing)
 
 
-def topic_of_its_own(about: str) -> str:
-    """Return another topic each time, the same one on all ranks that ask equally often.
+def topic_of_its_own(about: str, group: dist.ProcessGroup | None) -> str:
+    """Return another topic each time, the same one on all ranks of a group that ask equally often.
 
     Args:
-        about: Tells these ranks, and what they meet for, from others.
+        about: Tells what they meet for.
+        group: Those that meet, made for this run: its name is that of no other one in the job. So what only some ranks have
+            asked for in an earlier run, because others had failed, does not count. None: one rank, or all of them.
     """
-    _MADE[about] += 1
-    return f"{about} {_MADE[about]}"
+    topic = about if group is None else f"{about} {group.group_name}"
+    _MADE[topic] += 1
+    return f"{topic} {_MADE[topic]}"
 
 
 def meeting_of_copy(mesh: Mesh) -> Meeting:
@@ -166,7 +169,7 @@ def meeting_of_copy(mesh: Mesh) -> Meeting:
     return Meeting(
         [mesh.shape.describe(rank) for rank in mesh.copy_ranks],
         ranks=mesh.copy_ranks,
-        topic=topic_of_its_own(f"copy {mesh.dp_rank}"),
+        topic=topic_of_its_own("copy", mesh.mp_group),
         advice="Read it on every rank, and log on one.",
     )
 
@@ -179,7 +182,7 @@ def meeting_of_replicas(mesh: Mesh, bound_s: float = MEETING_S) -> Meeting:
         [shape.describe(rank) for rank in ranks],
         bound_s,
         ranks=ranks,
-        topic=topic_of_its_own(f"replicas of {ranks[0]}"),
+        topic=topic_of_its_own("replicas", mesh.dp_group),
     )
 
 
@@ -189,7 +192,7 @@ def meeting_of_shards(mesh: Mesh) -> Meeting:
     return Meeting(
         [mesh.shape.describe(rank) for rank in ranks],
         ranks=ranks,
-        topic=topic_of_its_own(f"shards of {ranks[0]}"),
+        topic=topic_of_its_own("shards", mesh.parts.group),
         advice="Read them on every rank, and log on one.",
     )
 

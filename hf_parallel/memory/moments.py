@@ -247,7 +247,6 @@ class Sending(NamedTuple):
     left: float = 1.0
 
 
-ALONE: Final = Sending()
 NOTHING, TABLE, EARLY, ALL = range(4)  # gradients of a stage: none, the head's, all but those that come last, all
 
 

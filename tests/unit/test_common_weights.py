@@ -15,7 +15,7 @@ from hf_parallel.guards.weights.alike import COPIES, CommonWeights
 def made(parameters: dict[str, nn.Parameter]) -> CommonWeights:
     entries = [SimpleNamespace(name=name, kind="param", holders=(0,), spec=None) for name in parameters]
     ledger: Any = type("Ledger", (list,), {"entries": {entry.name: entry for entry in entries}})(entries)
-    mesh: Any = SimpleNamespace(shape=SimpleNamespace(stage_size=2))
+    mesh: Any = SimpleNamespace(shape=SimpleNamespace(stage_size=2), parts=SimpleNamespace(group=None))
     return CommonWeights(ledger, parameters, mesh)
 
 

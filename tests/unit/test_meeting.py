@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -78,4 +80,6 @@ def test_ranks_that_meet_in_the_same_call_go_on(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_second_model_of_a_process_meets_under_keys_of_its_own() -> None:
-    assert len({topic_of_its_own("copy 0"), topic_of_its_own("copy 0"), topic_of_its_own("copy 1")}) == 3
+    one, other = (SimpleNamespace(group_name=name) for name in ("4", "5"))
+    made: Any = [topic_of_its_own("copy", group) for group in (one, one, other, None, None)]  # type: ignore[arg-type]
+    assert len(set(made)) == 5

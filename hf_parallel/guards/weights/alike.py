@@ -103,7 +103,7 @@ class CommonWeights:
                 elif len(set(values.values())) > 1:
                     self._refuse(name, sorted(values))
         if unlike:
-            self._scaled.compare()
+            self._scaled.look()
 
     def _refuse(self, name: str, ranks: Sequence[int]) -> None:
         names = [self._mesh.shape.describe(rank) for rank in self._mesh.copy_ranks]

@@ -67,11 +67,18 @@ class ScaledShards:
         turns = [{name: (parameters[name], dims[name]) for name in held[part::parts]} for part in range(parts)]
         self._turns = [_Lines(turn) for turn in turns] if held else []
         self._before: Tensor | None = None
+        self._found: RankMismatchError | None = None
 
     def remember(self) -> None:
-        """Remember elements as an update has left them: of the shards whose turn it is. Notes of the update before are dropped."""
+        """Remember elements as an update has left them: of the shards whose turn it is. Notes of the update before are dropped.
+
+        Raises:
+            RankMismatchError: `look` has found it, and replicas, which were compared since, have found the same.
+        """
         if not self._turns:
             return
+        if self._found is not None:
+            raise self._found
         self._turns.append(self._turns.pop(0))
         self._before = None if self._arriving() else self._turns[0].elements()
         self._given = self._given[self._given_before :]
@@ -110,8 +117,20 @@ class ScaledShards:
         found = (total & ((1 << _BITS) - 1)) | 1
         return found if found.is_cuda else int(found)
 
+    def look(self) -> None:
+        """Do what `compare` does, where digests differ; beside replicas what is found is raised after the next update.
+
+        One of them may be unlike the others, which its ranks alone would leave waiting: a comparison of replicas tells all.
+        """
+        try:
+            self.compare()
+        except RankMismatchError as error:
+            if self._mesh.copies_group is None:
+                raise
+            self._found = error
+
     def compare(self) -> None:
-        """Compare the numbers; collective over the model copy, whose ranks all have had the same digests.
+        """Compare the numbers; collective over the model copy.
 
         Raises:
             RankMismatchError: Names a parameter that ranks multiplied by different numbers, or whose gradient they changed by

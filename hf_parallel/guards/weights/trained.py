@@ -75,7 +75,7 @@ class SameChange:
         if mesh.copies_group is not None:
             ranks = dist.get_process_group_ranks(mesh.copies_group)
             names = [mesh.shape.describe(rank) for rank in ranks]
-            topic = topic_of_its_own(f"trained {ranks[0]}")
+            topic = topic_of_its_own("trained", mesh.copies_group)
             self._meeting = Meeting(names, PATIENCE_S, ranks=ranks, topic=topic)
 
     def meet(self, changed: Sequence[tuple[str, bool]]) -> None:
