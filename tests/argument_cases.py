@@ -119,6 +119,7 @@ SAVING = [
     *_each("save_strategy", "best", metric_for_best_model="loss"),
     *_each("save_steps", 0.5, save_strategy="steps"),
     *_each("save_on_each_node", True, **SAVES),
+    Row("optim=schedule_free_adamw, resumed", {"optim": "schedule_free_adamw", **SAVES}, resume=True),
     *_each("enable_jit_checkpoint", True, **SAVES),
 ]
 OPTIMIZERS = [

@@ -1,4 +1,7 @@
-"""One step size a head (Adam-mini) and slow weights (Lookahead) are right on stages, signs (Lion) also on parts of tensors."""
+"""One step size a head (Adam-mini) and slow weights (Lookahead) are right on stages, signs (Lion) also on parts of tensors.
+
+So are optimizers that move weights between steps (Schedule-Free), unless other ranks would have to get what they move.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import user_steps
+from schedulefree import AdamWScheduleFree, SGDScheduleFree
 from torch import nn
 from transformers import Trainer
 
@@ -136,12 +140,15 @@ MAKES = {
     "slow": lookahead,
     "lists": lambda model: lookahead(model, InLists),
     "signs": lambda model: Signs(model.parameters()),
+    "free": lambda model: AdamWScheduleFree(model.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.1),
+    "free_sgd": lambda model: SGDScheduleFree(model.parameters(), lr=1e-1, foreach=False),
 }
 for name, make in MAKES.items():
     user_steps.KINDS[f"{name}_given"] = (Trainer, {"change": lambda trainer, make=make: given(trainer, make)})
     user_steps.KINDS[f"{name}_made"] = (Makes, {"change": lambda trainer, make=make: made(trainer, make)})
 PP2 = {"pp_size": 2, "num_microbatches": 2}
 BY_PLACE = "make it when the model was prepared (in create_optimizer of a Trainer)"
+MOVED = "its train() and eval() move weights between steps, and other ranks would not get those of this one"
 WHOLE = "its update may use norms or factors of whole tensors"
 JOBS: user_steps.Jobs = {
     "heads_given-pp2": ("heads_given", PP2, "", 0),
@@ -153,6 +160,12 @@ JOBS: user_steps.Jobs = {
     "signs_made-tp2": ("signs_made", {"tp_size": 2}, "", 0),
     "signs_given-zero1": ("signs_given", {"zero": {"stage": 1}}, "", 0),
     "signs_given-zero3": ("signs_given", {"zero": {"stage": 3}}, "", 0),
+    "free_made-tp2": ("free_made", {"tp_size": 2}, "", 0),
+    "free_given-pp2": ("free_given", PP2, "", 0),
+    "free_given-dp2": ("free_given", {}, "", 0),
+    "free_sgd_given-tp2": ("free_sgd_given", {"tp_size": 2}, "", 0),
+    "free_made-zero3": ("free_made", {"zero": {"stage": 3}}, "", 0),
+    "free_made-zero1": ("free_made", {"zero": {"stage": 1}}, MOVED, 0),
     "lists_given-pp2": ("lists_given", PP2, BY_PLACE, 0),
 }
 

@@ -15,7 +15,7 @@ from hf_parallel.compat.private_optimizers import own_step
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.reads import Reads
 from hf_parallel.guards.optimizers.crossing import crosses_parameters, draws_numbers, goes_by_place
-from hf_parallel.guards.optimizers.elementwise import known_names, treats_elements_alone
+from hf_parallel.guards.optimizers.elementwise import known_names, moves_between_steps, treats_elements_alone
 from hf_parallel.guards.optimizers.trial import CannotTry, SendsMessages
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
@@ -83,6 +83,7 @@ def refuse_whole_tensor_updates(
     mesh: Mesh,
     *,
     partitions: bool,
+    gathers: bool,
 ) -> None:
     """Refuse updates that depend on whole tensors where shards and parts of tensors are updated by themselves.
 
@@ -92,11 +93,17 @@ def refuse_whole_tensor_updates(
         parameters: Parameters of this rank, by name.
         mesh: This rank's mesh.
         partitions: Whether the optimizer updates flat parts of parameters.
+        gathers: Whether ranks get, when it has stepped, what others have updated.
 
     Raises:
         UnsupportedError: It may use norms or factors of whole tensors.
     """
     if treats_elements_alone(optimizer):
+        if gathers and moves_between_steps(optimizer):
+            raise UnsupportedError(
+                f"optimizer {_named(optimizer)} with zero.stage 1 or 2: its train() and eval() move weights between steps, and other "
+                "ranks would not get those of this one. Set zero.stage to 0 or 3."
+            )
         return
     kind = type(optimizer).__name__
     if hasattr(torch.optim, kind) and type(optimizer) is not getattr(torch.optim, kind):

@@ -306,18 +306,17 @@ class GradientSync:
         """
 
         def refuse_later() -> None:
-            refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
+            self._refuse_whole_tensor_updates(optimizer)
             refuse_crossing_now(optimizer, self._mesh)
 
         refuse_updates_in_backward(optimizer, self._mesh)
-        partitions = self.replicas.partitions
         hooks = OwnHooks(optimizer, refuse_later)
         if self._mesh.parts.size > 1:
             cut_states(optimizer, self._name_now, self._ledger, self._mesh)
         self.replicas.take_over(optimizer)
         has_own_list = keeps_by_place(optimizer)
         pairs = drop_others(optimizer, self._parameters.values()) and has_own_list
-        refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
+        self._refuse_whole_tensor_updates(optimizer)
         refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)
         watch_later_steps(optimizer, self._mesh)
         if model is not None and self._weights is None:
@@ -395,6 +394,11 @@ class GradientSync:
         if self.before_write is not None:
             self.before_write()
 
+    def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        partitions = self.replicas.partitions
+        shares = {"partitions": partitions, "gathers": partitions and self.replicas.sharded is None}
+        refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, **shares)
+
     def _tell_others(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """After all that this rank can refuse by itself, which says more."""
         self.total_norm.tell_before(optimizer)
@@ -407,9 +411,9 @@ class GradientSync:
                 gradients or weights that ranks have changed by different numbers.
         """
         self.shown.numbers.compare()
-        self.scaled.compare()
         for compared in self.replicas.compared:
             compared.compare()
+        self.scaled.compare()  # of replicas that are alike by now
         if self.replicas.sharded is not None:
             self.told.compare_weights(self.replicas.sharded.device)
 

@@ -36,6 +36,10 @@ ELEMENTWISE_ELSEWHERE = frozenset(
         ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam"),
     }
 )
+# The same, of classes whose `train()` and `eval()` move weights between steps, each element by itself (Schedule-Free).
+MOVING = frozenset(
+    (f"schedulefree.{name.lower()}_schedulefree", f"{name}ScheduleFree") for name in ("AdamW", "SGD", "RAdam")
+)
 # What a subclass may say of its own without changing how a step is computed.
 HARMLESS = frozenset(
     {
@@ -64,10 +68,19 @@ def treats_elements_alone(optimizer: optim.Optimizer) -> bool:
     return own_step(optimizer) is None and _is_known(type(optimizer))
 
 
+def moves_between_steps(optimizer: optim.Optimizer) -> bool:
+    """Whether `train()` and `eval()` of an optimizer that treats elements alone move weights."""
+    return any(_name_of(one) in MOVING for one in type(optimizer).__mro__)
+
+
+def _name_of(kind: type) -> tuple[str, str]:
+    return kind.__module__, kind.__qualname__
+
+
 def _is_known(kind: type) -> bool:
     added: dict[str, Any] = {}
     for one in kind.__mro__:
-        if one in ELEMENTWISE or (one.__module__, one.__qualname__) in ELEMENTWISE_ELSEWHERE:
+        if one in ELEMENTWISE or _name_of(one) in ELEMENTWISE_ELSEWHERE | MOVING:
             return all(_is_of(one, name, value) for name, value in added.items() if hasattr(one, name))
         added |= {name: value for name, value in vars(one).items() if name not in HARMLESS}
     return False
