@@ -25,7 +25,7 @@ def refuse_moves(model: nn.Module) -> None:
 def _apply(model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     tensors = chain(model.parameters(recurse), model.buffers(recurse))
     with torch.no_grad():
-        if all(fn(here) is here for here in map(local_of, tensors)):
+        if all(_stays(here, fn(here)) for here in map(local_of, tensors)):
             return model
     raise UnsupportedError(
         "model.to(), .cpu(), .half() or the like on a prepared model with zero.stage: 3 or engine: fsdp2: each rank has parts of its "
@@ -33,3 +33,8 @@ def _apply(model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tru
         "cast the model before it is prepared; for the whole weights call accelerator.get_state_dict(model) on every rank, which gives "
         "them to rank 0 in host memory; or set zero.stage to 1 or 2 of the native engine."
     )
+
+
+def _stays(here: Tensor, made: Tensor) -> bool:
+    """Whether a tensor was neither moved nor cast; to `cpu:0`, as a Trainer names it, torch makes a copy of one on `cpu`."""
+    return (made.device, made.dtype) == (here.device, here.dtype)

@@ -22,6 +22,7 @@ from hf_parallel.mesh.groups import Mesh
 
 
 SHARDS = 64  # looked at between two updates, others than between the two before
+COMPARED_AFTER = 2  # updates after which replicas have compared weights as they were when somebody changed them
 LINES, PLACES = 4, 8  # of a shard, and along the sharded dim of each
 ALIKE, APART = 8, 16  # roundings: ratios of one line that are one number, and numbers that are two
 _STEPS = 1e6  # a digest counts millionths
@@ -68,6 +69,7 @@ class ScaledShards:
         self._turns = [_Lines(turn) for turn in turns] if held else []
         self._before: Tensor | None = None
         self._found: RankMismatchError | None = None
+        self._waits = 0  # updates until that is raised
 
     def remember(self) -> None:
         """Remember elements as an update has left them: of the shards whose turn it is. Notes of the update before are dropped.
@@ -78,7 +80,9 @@ class ScaledShards:
         if not self._turns:
             return
         if self._found is not None:
-            raise self._found
+            self._waits -= 1
+            if not self._waits:
+                raise self._found
         self._turns.append(self._turns.pop(0))
         self._before = None if self._arriving() else self._turns[0].elements()
         self._given = self._given[self._given_before :]
@@ -118,7 +122,7 @@ class ScaledShards:
         return found if found.is_cuda else int(found)
 
     def look(self) -> None:
-        """Do what `compare` does, where digests differ; beside replicas what is found is raised after the next update.
+        """Do what `compare` does, where digests differ; beside replicas what is found is raised some updates later.
 
         One of them may be unlike the others, which its ranks alone would leave waiting: a comparison of replicas tells all.
         """
@@ -127,7 +131,7 @@ class ScaledShards:
         except RankMismatchError as error:
             if self._mesh.copies_group is None:
                 raise
-            self._found = error
+            self._found, self._waits = error, self._waits or COMPARED_AFTER
 
     def compare(self) -> None:
         """Compare the numbers; collective over the model copy.
@@ -136,6 +140,8 @@ class ScaledShards:
             RankMismatchError: Names a parameter that ranks multiplied by different numbers, or whose gradient they changed by
                 them; on every rank of the copy.
         """
+        if self._found is not None:
+            raise self._found
         if self._mesh.parts.group is None:
             return
         mine = [(one.names, one.numbers.tolist(), one.rounding, one.of_weights) for one in self._noted()]
