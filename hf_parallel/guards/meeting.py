@@ -156,7 +156,7 @@ def topic_of_its_own(about: str, group: dist.ProcessGroup | None) -> str:
 
     Args:
         about: Tells what they meet for.
-        group: Those that meet, made for this run: its name is that of no other one in the job. So what only some ranks have
+        group: The ranks, of this run: its name is that of no other one in the job. So what only some ranks have
             asked for in an earlier run, because others had failed, does not count. None: one rank, or all of them.
     """
     topic = about if group is None else f"{about} {group.group_name}"

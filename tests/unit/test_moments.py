@@ -13,7 +13,6 @@ from hf_parallel.head import tiles
 from hf_parallel.memory.activations import COLUMNS, LOSS_CHUNK, Stages, _parts_without_logits, stage_parts
 from hf_parallel.memory.estimate import sending_of, steps_of
 from hf_parallel.memory.moments import (
-    ALONE,
     Batch,
     Change,
     Part,
@@ -131,6 +130,9 @@ def stage(**values: Any) -> StageParts:
     usual: dict[str, Any] = {"entering": 0, "casts": 0, "block": 0, "again": 0, "backward": 0}
     usual |= {"loss": Part(0, 0, 0), "head": Part(0, 0, 0)}
     return StageParts(**usual | values)
+
+
+ALONE = Sending()
 
 
 def most(schedule: str, pp: int, microbatches: int, stages: list[StageParts], sent: Sending = ALONE) -> list[float]:
