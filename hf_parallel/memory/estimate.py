@@ -184,9 +184,8 @@ def steps_of(
     """
     is_half = layout.precision == "half" and not shape.adapters
     whole = states | {"gradients": (2.0 if is_half else 4.0) * trained}
-    if (
-        layout.stage == 2 and layout.pp_size > 1
-    ):  # a pipeline reduces at the end of its window, so gradients are as in stage 1
+    if layout.stage == 2 and layout.pp_size > 1:
+        # A pipeline reduces at the end of its window, so gradients are as in stage 1.
         states, layout = whole, replace(layout, stage=1)
     usual = states, sending_of(trained, shape, layout, passes=passes)
     if layout.stage not in (1, 2) or layout.num_shards == 1:

@@ -357,9 +357,8 @@ def terms_at(moment: Moment, stages: Sequence[StageParts], sent: Sending, gather
     each = list(map(_gradients, stages, moment.reached))
     in_blocks = kind in ("forward", "backward", "embedding")
     on_way = 0.0
-    if (
-        moment.is_sent and kind == "backward"
-    ):  # as it begins: of this pass there is none but the head's, which is widened
+    if moment.is_sent and kind == "backward":
+        # As it begins: of this pass there is none but the head's, which is widened.
         on_way = min(sent.last, WIDENED * own.table)
     elif moment.is_sent and kind == "embedding":
         each[moment.place] *= sent.left

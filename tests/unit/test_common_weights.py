@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from hf_parallel.guards.weights.alike import COPIES, CommonWeights
+from hf_parallel.guards.weights.scaled_shards import ScaledShards
 
 
 def made(parameters: dict[str, nn.Parameter]) -> CommonWeights:
     entries = [SimpleNamespace(name=name, kind="param", holders=(0,), spec=None) for name in parameters]
     ledger: Any = type("Ledger", (list,), {"entries": {entry.name: entry for entry in entries}})(entries)
     mesh: Any = SimpleNamespace(shape=SimpleNamespace(stage_size=2), parts=SimpleNamespace(group=None))
-    return CommonWeights(ledger, parameters, mesh)
+    at_rest = (ledger, parameters, mesh, lambda: False)
+    return CommonWeights(*at_rest, ScaledShards(*at_rest))
 
 
 @pytest.mark.parametrize("changed", range(2 * COPIES + 1))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_parallel.batches import bytes_of
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.weights.scaled_shards import ScaledShards
-from hf_parallel.guards.weights.trained import TrainedWord, refuse_unlike_trained
+from hf_parallel.guards.weights.trained import BITS, TrainedWord, refuse_unlike_trained
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.model.tensors import as_integers
@@ -27,7 +27,6 @@ from hf_parallel.model.tensors import as_integers
 
 ELEMENTS = 64  # of a parameter
 COPIES = 16  # parameters held by every tensor-parallel rank that a message is about, others than the one before
-BITS = 48  # exact as a float64, and never zero
 COPIED, TRAINED, SCALED = "copies", "requires_grad", "scaled"
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -52,11 +51,11 @@ class CommonWeights:
         ledger: Ledger,
         parameters: Mapping[str, nn.Parameter],
         mesh: Mesh,
-        arriving: Callable[[], bool] = lambda: False,
-        scaled: ScaledShards | None = None,
+        arriving: Callable[[], bool],
+        scaled: ScaledShards,
     ) -> None:
         self._mesh, self._arriving = mesh, arriving
-        self._scaled = scaled or ScaledShards(ledger, parameters, mesh, arriving)
+        self._scaled = scaled
         self.names = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
         held = [[parameters[name]] if name in parameters else [] for name in self.names]
         self._slots = [Slot(parameters) for parameters in held]

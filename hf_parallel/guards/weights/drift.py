@@ -20,8 +20,9 @@ from torch import Tensor
 from hf_parallel.data_parallel.fsdp_parts import local_of
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.guards.weights.alike import BITS, digest_of, factors
+from hf_parallel.guards.weights.alike import digest_of, factors
 from hf_parallel.guards.weights.start import WRAPS, differing, fingerprints, wire_device
+from hf_parallel.guards.weights.trained import BITS
 
 
 MEASURED = 8  # of the tensors that differ

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.errors import RankMismatchError
+from hf_parallel.guards.weights.trained import BITS
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
 
@@ -26,7 +27,6 @@ COMPARED_AFTER = 2  # updates after which replicas have compared weights as they
 LINES, PLACES = 4, 8  # of a shard, and along the sharded dim of each
 ALIKE, APART = 8, 16  # roundings: ratios of one line that are one number, and numbers that are two
 _STEPS = 1e6  # a digest counts millionths
-_BITS = 48  # as of the digests beside it
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -54,7 +54,7 @@ class ScaledShards:
         ledger: Ledger,
         parameters: Mapping[str, nn.Parameter],
         mesh: Mesh,
-        arriving: Callable[[], bool] = lambda: False,
+        arriving: Callable[[], bool],
     ) -> None:
         self._mesh, self._arriving = mesh, arriving
         self._parameters, self._given, self._given_before = parameters, list[_Noted](), 0
@@ -118,7 +118,7 @@ class ScaledShards:
         marks = (torch.cat(noted).nan_to_num(nan=0.0) * _STEPS).clamp(-1e15, 1e15).round().to(torch.int64)
         weights = torch.arange(1, 2 * len(marks), 2, device=marks.device)
         total = (marks * weights).sum()
-        found = (total & ((1 << _BITS) - 1)) | 1
+        found = (total & ((1 << BITS) - 1)) | 1
         return found if found.is_cuda else int(found)
 
     def look(self) -> None:
