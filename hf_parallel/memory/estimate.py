@@ -169,7 +169,7 @@ def sending_of(
 
 
 def steps_of(
-    states: dict[str, float], trained: float, shape: ModelShape, layout: Layout, passes: int
+    states: dict[str, float], trained: float, shape: ModelShape, layout: Layout, passes: int, sent: float = 0.0
 ) -> list[tuple[dict[str, float], Sending]]:
     """States of a rank and its messages in a step in the middle of a run, and in the first one where that may need more.
 
@@ -181,7 +181,10 @@ def steps_of(
         shape: Shape of the model.
         layout: Division among the ranks.
         passes: See `sending_of`.
+        sent: Bytes of gradients on their way, where another engine than the native one sends them.
     """
+    if layout.engine != "native":
+        return [(states, Sending(sent, sent))]
     is_half = layout.precision == "half" and not shape.adapters
     whole = states | {"gradients": (2.0 if is_half else 4.0) * trained}
     if layout.stage == 2 and layout.pp_size > 1:
@@ -295,11 +298,8 @@ def _recorded_peaks(shape: ModelShape, recorded: Recorded, layout: Layout, work:
         lasting.pop(CASTS, 0.0)  # they are recorded
         whole = passing_gathers(lasting, layout)
         own, last = stages.of_rank(rank), len(stages.counts) - 1
-        moments, steps = moments_of(actions, own, last), [(lasting, Sending(sent, sent))]
-        if layout.engine == "native":
-            steps = steps_of(lasting, _trained(held[rank], shape), shape, layout, passes)
-        each = []
-        for states_there, sending in steps:
+        moments, each = moments_of(actions, own, last), []
+        for states_there, sending in steps_of(lasting, _trained(held[rank], shape), shape, layout, passes, sent):
             there = dict(states_there)
             parts = stage_parts(shape, recorded, layout, stages, rank, there.pop("gradients", 0.0))
             terms = fullest(moments, parts, sending, whole)

@@ -9,7 +9,7 @@ from typing import Final
 
 from hf_parallel.memory.activations import Stages, stage_parts
 from hf_parallel.memory.estimate import CASTS, buffers, passing_gathers, steps_of, unpacked
-from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, Sending, fullest, moments_of
+from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, fullest, moments_of
 from hf_parallel.memory.terms import Layout, ModelShape, Precision, SavedBytes
 from hf_parallel.memory.variant import Variant
 from hf_parallel.planner.adapters import is_beside, rank_of_all
@@ -98,12 +98,8 @@ def peaks_of_ranks(
         lasting = _lasting(held[rank], shape, layout, spec)
         sent, whole = lasting.pop(SENT, 0.0), passing_gathers(lasting, layout)
         there = {"gradients": own["gradients"], "optimizer state": own["optimizer"]}
-        steps = [(there, Sending(sent, sent))]
-        if layout.engine == "native":
-            passes = spec.num_microbatches if spec.pp == 1 else 1
-            steps = steps_of(there, spec.trained(held[rank]), shape, layout, passes)
-        each = []
-        for had, sending in steps:
+        reduced, each = spec.num_microbatches if spec.pp == 1 else 1, []
+        for had, sending in steps_of(there, spec.trained(held[rank]), shape, layout, reduced, sent):
             parts = stage_parts(shape, recorded, layout, stages, rank, had["gradients"])
             terms = fullest(moments[rank], parts, sending, whole)
             each.append(_added(terms, sum(there.values()) - had["optimizer state"]))
