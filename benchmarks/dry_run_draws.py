@@ -206,7 +206,7 @@ def peaks(draw: Draw) -> list[DryRun]:
     model = AutoConfig.for_model(draw.name, **draw.sizes)
     compute = None if draw.precision == "fp32" else torch.bfloat16
     # The first of the ranks that share layers has no fewer heads than the others.
-    ranks = [rank * config.tp_size for rank in range(config.pp_size)]
+    ranks = [rank * config.tp_size * config.sp_size for rank in range(config.pp_size)]
     jobs = [Job(config, model, draw.work, rank, world, world) for rank in ranks]
     return [run_dry(replace(job, precision=draw.precision, compute=compute, lora_rank=draw.lora)) for job in jobs]
 

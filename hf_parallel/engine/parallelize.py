@@ -125,10 +125,22 @@ def parallelize(
 def _transform(
     setup: Setup, plans: Plans, late: LateWeights, compute_dtype: torch.dtype | None
 ) -> tuple[Stages | None, ShardedModel | None]:
-    """Change the model in place into this rank's part of it; gives its stages, and its parameters if replicas share them out.
+    """Change the model in place into this rank's part of it; gives its stages, and its parameters if replicas share them out."""
+    stages = take_part(setup, plans)
+    with told_if_slow(partial(_tell, setup, "reads the weights")):
+        late.read(plans.ledger)
+    return stages, shard_over_replicas(setup, plans.units, compute_dtype)
+
+
+def take_part(setup: Setup, plans: Plans) -> Stages | None:
+    """Change the model in place into this rank's part of it, but for what replicas share out; gives its stages.
 
     Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states enter
     and leave each. Layers are sharded last, since deferred weight gradients know plain layers only.
+
+    Args:
+        setup: The whole model, and this rank's mesh.
+        plans: The plans for it.
     """
     see_whole_rows(setup, plans.rows)
     compile_blocks(setup, plans)
@@ -139,9 +151,7 @@ def _transform(
     spread_experts(setup, plans)
     defer_head(setup, plans)
     share_rows(setup, plans.rows)
-    with told_if_slow(partial(_tell, setup, "reads the weights")):
-        late.read(plans.ledger)
-    return stages, shard_over_replicas(setup, plans.units, compute_dtype)
+    return stages
 
 
 def _refuse(model: nn.Module, config: HFParallelConfig, shape: MeshShape) -> None:

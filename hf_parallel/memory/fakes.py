@@ -63,16 +63,25 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Te
 @contextlib.contextmanager
 def maskless_attention(model: Any) -> Iterator[None]:
     """SDPA without a mask: under fake tensors transformers makes one, and repeats keys for it, as on no device."""
+    from transformers import AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if attention_of(model.config) != "sdpa":
+    name = attention_of(model.config)
+    if name == "sdpa":
+        ALL_ATTENTION_FUNCTIONS[MASKLESS] = sdpa_attention_forward  # and no function that makes masks for it
+        try:
+            model.set_attn_implementation(MASKLESS)
+            yield
+        finally:
+            model.set_attn_implementation("sdpa")
+            del ALL_ATTENTION_FUNCTIONS[MASKLESS]
+    elif name.endswith("_sdpa"):  # of ranks that share rows: a name of its own, with masks of the same name
+        makes = AttentionMaskInterface()[name]
+        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+        try:
+            yield
+        finally:
+            AttentionMaskInterface.register(name, makes)
+    else:
         yield
-        return
-    ALL_ATTENTION_FUNCTIONS[MASKLESS] = sdpa_attention_forward  # and no function that makes masks for it
-    try:
-        model.set_attn_implementation(MASKLESS)
-        yield
-    finally:
-        model.set_attn_implementation("sdpa")
-        del ALL_ATTENTION_FUNCTIONS[MASKLESS]

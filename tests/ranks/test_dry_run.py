@@ -38,6 +38,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},
     "zero1": {"zero": {"stage": 1}},
     "zero3": {"zero": {"stage": 3}},
+    "sp2": {"sp_size": 2},
+    "ring of sp2": {"sp_size": 2, "sp_attention": "ring"},
+    "pp2 x sp2": {"pp_size": 2, "sp_size": 2, "pipeline": {"num_microbatches": 4}},
     "recomputed": {"activation_checkpointing": {"every": 1}},
 }
 
@@ -82,7 +85,7 @@ def messages(calls: Any, sizes: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
-LONG = ("tp2", "zero1", "zero3", "recomputed")
+LONG = ("tp2", "zero1", "zero3", "ring of sp2", "pp2 x sp2", "recomputed")
 
 
 @pytest.mark.parametrize(
@@ -90,10 +93,11 @@ LONG = ("tp2", "zero1", "zero3", "recomputed")
 )
 def test_the_peak_is_that_of_a_real_run(name: str, tmp_path: Path) -> None:
     section = SECTIONS[name]
-    real = run_ranks(counted, 2, section, tmp_path=tmp_path)
     config = HFParallelConfig.from_mapping(section | QUIET)
+    ranks = max(2, config.pp_size * config.tp_size * config.sp_size)
+    real = run_ranks(counted, ranks, section, tmp_path=tmp_path)
     for rank, (peak_bytes, by_kind, sent) in enumerate(real):
-        found = run_dry(Job(config, LlamaConfig(**SIZES), WORK, rank, 2, 2, on_gpu=False))
+        found = run_dry(Job(config, LlamaConfig(**SIZES), WORK, rank, ranks, ranks, on_gpu=False))
         assert found.peak_bytes == pytest.approx(peak_bytes, rel=0.03), (rank, dict(found.peak.by_kind), by_kind)
         large = {key: value for key, value in sent.items() if value[1] > 10_000}
         here = {

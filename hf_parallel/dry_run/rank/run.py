@@ -26,16 +26,11 @@ from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, plan_alone
 from hf_parallel.dry_run.rank.report import DryRun, report_of
 from hf_parallel.dry_run.rank.step import Training, batches_of
 from hf_parallel.engine.attach import attach
+from hf_parallel.engine.parallelize import take_part
+from hf_parallel.engine.plan.plans import Plans, on_shared_rows
 from hf_parallel.engine.plan.setup import Setup
-from hf_parallel.engine.transform import (
-    checkpoint_activations,
-    cut_into_stages,
-    defer_head,
-    shard_layers,
-    shard_over_replicas,
-    shard_sequence,
-)
-from hf_parallel.errors import UnsupportedError
+from hf_parallel.engine.plan.share_rows import share_rows
+from hf_parallel.engine.transform import shard_over_replicas
 from hf_parallel.guards.weights import buffers
 from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.memory.fakes import give_memory, maskless_attention
@@ -106,9 +101,10 @@ def run_dry(job: Job) -> DryRun:
         PlanError, ConfigError, UnsupportedError: The same as in a run with these settings.
     """
     if job.config.sp_size > 1:
-        raise UnsupportedError(
-            f"sp_size={job.config.sp_size}: a dry run cannot compare the model on parts of each row, as a run does when it starts. Set "
-            "sp_size to 1 here, or count with hf-parallel validate --model."
+        logger.warning(
+            "hf_parallel: sp_size=%d: a run compares the model on parts of each row with the whole one when it starts, and refuses one "
+            "that differs; a dry run has no values to compare.",
+            job.config.sp_size,
         )
     job = replace(job, config=_steady(job.config))
     schedule = ScheduleChoice(job.config.pipeline, job.config.pp_size)
@@ -123,8 +119,9 @@ def run_dry(job: Job) -> DryRun:
     meter = Meter(job.device.type, functools.partial(axis_of, job.shape), fake)
     meter.name(model)
     with _world(job, meter):
-        payloads = _Payloads(job, planned, fake) if planned.plans.cut is not None else None
-        training, count = _prepare(job, planned, meter, fake)
+        setup = _setup(job, planned)
+        payloads = _Payloads(job, planned, setup, fake) if planned.plans.cut is not None else None
+        training, count = _prepare(job, setup, planned.plans, meter, fake)
         work = replace(job.work, accumulation=min(job.work.accumulation, RUN)) if payloads is None else job.work
         batches = batches_of(work, mask=job.mask, new=functools.partial(_new, fake, meter, job.device))
         with contextlib.ExitStack() as stack:
@@ -187,10 +184,9 @@ def _world(job: Job, meter: Meter) -> Iterator[None]:
         yield
 
 
-def _prepare(job: Job, planned: Planned, meter: Meter, fake: FakeTensorMode) -> tuple[Training, int]:
-    """Make the planned model this rank's, as `parallelize` does; its training, and how many parameters it holds."""
-    config, plans, model = job.config, planned.plans, planned.model
-    shard_size = config.zero.dp_shard_size
+def _setup(job: Job, planned: Planned) -> Setup:
+    """The planned model on this rank, with groups of ranks that do not exist."""
+    config, shard_size = job.config, job.config.zero.dp_shard_size
     mesh = Mesh.build(
         job.shape,
         timeout=timedelta(seconds=60),
@@ -200,12 +196,14 @@ def _prepare(job: Job, planned: Planned, meter: Meter, fake: FakeTensorMode) -> 
     )
     names = [job.shape.describe(rank) for rank in range(job.world_size)]
     watchdog = Watchdog(None, job.rank, names, FOREVER_S)
-    setup = Setup(model, config, planned.setup.schedule, mesh, job.device, watchdog)
-    sequence = shard_sequence(setup, plans)
-    stages = cut_into_stages(setup, plans)
-    checkpoint_activations(setup, plans, sequence)
-    shard_layers(setup, plans, stages)
-    defer_head(setup, plans)
+    return Setup(planned.model, config, planned.setup.schedule, mesh, job.device, watchdog)
+
+
+def _prepare(job: Job, setup: Setup, plans: Plans, meter: Meter, fake: FakeTensorMode) -> tuple[Training, int]:
+    """Make the planned model this rank's, as `parallelize` does; its training, and how many parameters it holds."""
+    model = setup.model
+    plans = on_shared_rows(setup, plans)
+    stages = take_part(setup, plans)
     give_memory(model, job.device, fake, meter.follow)
     count = sum(parameter.numel() for parameter in model.parameters())
     with meter:
@@ -243,8 +241,8 @@ def _new(
 class _Payloads:
     """The payloads that earlier stages send to a rank, found by running all stages before its own."""
 
-    def __init__(self, job: Job, planned: Planned, fake: FakeTensorMode) -> None:
-        self._job, self._planned, self._fake = job, planned, fake
+    def __init__(self, job: Job, planned: Planned, setup: Setup, fake: FakeTensorMode) -> None:
+        self._job, self._planned, self._setup, self._fake = job, planned, setup, fake
         self._found: dict[tuple[int, int], tuple[TensorSpec, ...]] = {}
         self._rows = self._rows_of_microbatches()
         self._untouched = copy.deepcopy(planned.model)
@@ -274,7 +272,10 @@ class _Payloads:
             raise LookupError(stage)
         model: nn.Module = copy.deepcopy(self._untouched)
         bounds = [0, cut.bounds[stage + 1], cut.bounds[-1]]
-        before = cut_stages(model, cut.stages, bounds, [0], model.forward)[0]
+        setup = replace(self._setup, model=model)
+        plans = on_shared_rows(setup, replace(self._planned.plans, forward=model.forward))
+        before = cut_stages(model, cut.stages, bounds, [0], plans.forward)[0]
+        share_rows(setup, plans.rows)
         give_memory(model, job.device, self._fake)
         batch = batches_of(
             replace(job.work, rows=rows, accumulation=1),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -108,11 +108,11 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
             recomputed = _recomputed(setup, found, cut)
             units = _gathered_units(setup, found, probes, recomputed)
             head = plan_head(setup, forms, shards, stand_in)
-    ledger, rows = _ledger(setup, (shards or experts), cut), shared_rows(setup)
+    ledger = _ledger(setup, (shards or experts), cut)
     if not setup.config.pipeline.vertical_sync:
         _refuse_shared(model, ledger)
-    return Plans(
-        forward=forward if rows is None else share_forward(model, forward, rows, hides_logits=shape.pp_size == 1),
+    made = Plans(
+        forward=forward,
         tensor_parallel=shards,
         experts=experts,
         cut=cut,
@@ -123,7 +123,24 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
         prediction=_prediction(setup, ledger, cut),
         head=head,
         shown=shown,
-        rows=rows,
+        rows=None,
+    )
+    return on_shared_rows(setup, made)
+
+
+def on_shared_rows(setup: Setup, plans: Plans) -> Plans:
+    """The plans with a forward on the part of each row that this rank has; the same plans with sp_size 1.
+
+    Args:
+        setup: The whole model, and this rank's mesh.
+        plans: Plans of whole rows.
+    """
+    rows = shared_rows(setup)
+    if rows is None:
+        return plans
+    hides_logits = setup.mesh.shape.pp_size == 1
+    return replace(
+        plans, rows=rows, forward=share_forward(setup.model, plans.forward, rows, hides_logits=hides_logits)
     )
 
 
