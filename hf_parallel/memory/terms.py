@@ -270,7 +270,6 @@ def _extras(config: HFParallelConfig, precision: Precision) -> dict[str, float]:
     compression = local.compression if local.sync_every > 1 else config.gradient_compression
     if compression.feeds_back:
         found["residual of compression"] = 2.0 if compression.residual_dtype == "bf16" else 4.0
-    if local.sync_every > 1:
-        size = 2.0 if precision == "half" else 4.0
-        found["parameters of the last synchronisation"] = size * (2 if local.outer_momentum else 1)
+    if local.sync_every > 1:  # in fp32
+        found["parameters of the last synchronisation"] = 8.0 if local.outer_momentum else 4.0
     return found

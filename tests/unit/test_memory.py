@@ -313,8 +313,9 @@ def test_quantised_blocks_weigh_their_bits_and_what_is_outside_does_not() -> Non
 def test_residuals_and_local_steps_are_terms() -> None:
     compressed = layout_of(HFParallelConfig(gradient_compression={"method": "int4"}), 2, 2)
     assert estimate(SEVEN, compressed, Work(1, 1)).gpu["residual of compression"] == 4 * SEVEN.parameters
-    local = layout_of(HFParallelConfig(local_sgd={"sync_every": 8, "outer_momentum": 0.9}), 2, 2, "fp32")
-    assert estimate(SEVEN, local, Work(1, 1)).gpu["parameters of the last synchronisation"] == 8 * SEVEN.parameters
+    for precision in ("fp32", "half"):  # both are kept in fp32
+        local = layout_of(HFParallelConfig(local_sgd={"sync_every": 8, "outer_momentum": 0.9}), 2, 2, precision)
+        assert estimate(SEVEN, local, Work(1, 1)).gpu["parameters of the last synchronisation"] == 8 * SEVEN.parameters
 
 
 @pytest.mark.parametrize(("stage", "gradients"), [(1, 2.0), (2, 0.5)])
