@@ -111,7 +111,7 @@ def _own_bytes(
     trained = trained_of_ranks(held, blocks, spec, beside=beside)
     states = [_states(*each, spec, beside=beside) for each in zip(held, experts, blocks, trained, strict=True)]
     sizes = _sizes(profile, spec, counts, seq_len)
-    stages = Stages(spec.micro_batch * seq_len, seq_len, placement(spec), counts, sizes)
+    stages = Stages(spec.micro_batch * seq_len / spec.sp, seq_len, placement(spec), counts, sizes)
     if spec.pp == 1:
         stages = replace(stages, placement=(0,), counts=[sum(counts)], sizes=[sum(sizes)])
     peaks = peaks_of_ranks(profile.shape, recorded, spec, stages, held, states)

@@ -36,7 +36,7 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec, *, beside: bool | None 
         spec: The layout.
         beside: Whether what is trained are adapters; None is what their number tells.
     """
-    if profile.source is None or not spec.is_own or spec.kernels != "eager":
+    if profile.source is None or not _is_run_here(spec):
         return None
     precision, beside = precision_of(spec), is_beside(profile, spec) if beside is None else beside
     rank, on_experts = rank_of_all(profile, spec) if beside else (0, False)
@@ -51,9 +51,14 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec, *, beside: bool | None 
 
 def traced_of(profile: ModelProfile, spec: LayoutSpec) -> SavedBytes | None:
     """Bytes that autograd keeps of a block of a model that this package runs and that cannot be recorded; else None."""
-    if profile.source is None or not spec.is_own or spec.kernels != "eager" or recorded_of(profile, spec) is not None:
+    if profile.source is None or not _is_run_here(spec) or recorded_of(profile, spec) is not None:
         return None
     return profile.source.traced(precision_of(spec))
+
+
+def _is_run_here(spec: LayoutSpec) -> bool:
+    """Whether this package runs the layout with the modules of the model; others run some such, too."""
+    return spec.places_replicas and spec.kernels == "eager"
 
 
 def recomputed_of(spec: LayoutSpec) -> ActivationCheckpointingConfig:
@@ -141,10 +146,9 @@ def _lasting(parameters: float, shape: ModelShape, layout: Layout, spec: LayoutS
 @functools.lru_cache(maxsize=1024)
 def _layout(spec: LayoutSpec) -> Layout:
     """The layout as `memory` knows it."""
-    ranks = spec.dp * spec.tp * spec.pp
     return Layout(
-        ranks,
-        ranks,
+        spec.num_ranks,
+        spec.num_ranks,
         spec.tp,
         spec.pp,
         spec.sequence_parallel and spec.tp > 1,
@@ -156,6 +160,7 @@ def _layout(spec: LayoutSpec) -> Layout:
         recompute=recomputed_of(spec),
         chunked_loss=spec.chunked_loss,
         extra=_extra(spec),
+        sp_size=spec.sp,
     )
 
 

@@ -75,6 +75,13 @@ SECTIONS: Final[dict[str, dict[str, Any]]] = {
         "activation_checkpointing": {"every": 1},
     },
 }
+FURTHER: Final[dict[str, dict[str, Any]]] = {
+    "sp2": {"sp_size": 2},
+    "ring of sp2": {"sp_size": 2, "sp_attention": "ring"},
+    "optimizer on the host": {"zero": {"stage": 2, "offload_optimizer": "cpu"}},
+    "all on the host": {"zero": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}},
+    "local steps": {"local_sgd": {"sync_every": 4}},
+}
 ROWS, LENGTH, WITHIN = 4, 512, 0.05
 
 
@@ -95,7 +102,7 @@ def difference(
     name: str, section: str, dtype: str, folder: Path, lora_rank: int = 0, *, rows: int = ROWS, length: int = LENGTH
 ) -> float:
     """Prediction over the dry run of the rank that has most, less 1, of two GPUs that are cut as the prediction is."""
-    model, settings = AutoConfig.for_model(name, **(TYPES | ODD)[name]), SECTIONS[section]
+    model, settings = AutoConfig.for_model(name, **(TYPES | ODD)[name]), (SECTIONS | FURTHER)[section]
     cluster, config = Cluster(1, 2, "h100"), HFParallelConfig.from_mapping(settings)
     layout = mapping_of(config, 2, rows, "fp32" if dtype == "fp32" else "bf16")
     layout |= {} if dtype == "half" else {"param_dtype": "fp32"}
@@ -188,11 +195,20 @@ def test_every_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str
     assert abs(difference(name, section, dtype, tmp_path)) <= WITHIN
 
 
+@pytest.mark.long
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("section", FURTHER)
+def test_predicted_memory_of_shared_rows_hosts_and_slow_networks(section: str, dtype: str, tmp_path: Path) -> None:
+    assert abs(difference("llama", section, dtype, tmp_path)) <= WITHIN
+
+
 def test_layouts_that_only_other_systems_have_keep_their_formula() -> None:
     profile = profile_of(LlamaConfig(**TYPES["llama"]))
-    for other in ({"kernels": "fused"}, {"state_bytes": (2, 4, 12)}, {"loss": "fused"}, {"dtype": "fp8"}, {"sp": 2}):
+    for other in ({"kernels": "fused"}, {"state_bytes": (2, 4, 12)}, {"loss": "fused"}, {"dtype": "fp8"}):
         assert recorded_of(profile, layout_of(other)) is None
-    assert recorded_of(profile, layout_of({})) is not None
+    for own in ({}, {"sp": 2}):
+        assert recorded_of(profile, layout_of(own)) is not None
 
 
 def test_a_config_is_recorded_once_for_each_precision(monkeypatch: pytest.MonkeyPatch) -> None:
