@@ -12,6 +12,7 @@ from hf_parallel.head.rows import is_tiled, rows_of_tile
 from hf_parallel.memory.activations import Stages
 from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.memory.moments import Recorded
+from hf_parallel.memory.terms import Buffers
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.adapters import is_beside, may_be_beside, stored_bytes
 from hf_parallel.planner.cost import whole_experts
@@ -33,6 +34,7 @@ BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in f
 # Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
 LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "norms": 12.0, "fused": 8.0}
 ADAPTER_BYTES: Final = (4.0, 4.0, 8.0)  # PEFT's adapters are in fp32 beside whatever the model is in
+DEEPSPEED: Final = Buffers()
 MIDDLE: Final = 1  # the block that is recorded, of three
 # Of each logit of the whole vocabulary: log-softmax and the gradients before and after it, in fp32. In 16 bit the logits, and the
 # parts that they were gathered from, whose memory the allocator keeps in pieces that are too small for the others.
@@ -253,7 +255,12 @@ def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> floa
     if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
         return (element + reduced) * parameters
     if spec.zero == 3:
-        return min(element * parameters, passing) + reduced * min(parameters, max(block, rest))
+        at_once = max(block, rest)
+        if spec.engine == "deepspeed":  # a parameter at a time, up to its limits
+            largest = profile.shape.largest / spec.tp
+            passing = min(passing, element * max(DEEPSPEED.live + DEEPSPEED.prefetch, largest))
+            at_once = min(at_once, max(DEEPSPEED.reduce_bucket, largest))
+        return min(element * parameters, passing) + reduced * min(parameters, at_once)
     if spec.engine == "fsdp2" and spec.zero > 0:
         return element * parameters + reduced * min(parameters, max(block, rest))
     return min(reduced * parameters, 2 * BUCKET)

@@ -409,3 +409,23 @@ def test_other_systems_hold_memory_where_there_is_room_and_are_not_refused_for_i
     assert full <= used + 2e9
     assert overhead(80, kernels="eager")[0] < 2e9  # this package's own
     assert overhead(80, engine="fsdp2", zero=3)[0] < 2e9
+
+
+def test_deepspeed_fetches_no_whole_block_of_a_large_model() -> None:
+    def buffers(engine: str, hidden: int) -> float:
+        wide = {
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_attention_heads": hidden // 128,
+            "vocab_size": 1024,
+        }
+        layout = {"dp": 64, "zero": 3, "engine": engine, "kernels": "fused", "state_bytes": (2, 2, 12)}
+        cluster = Cluster(8, 8, "a100_80", gpu_memory_gb=1000)
+        return predict(LlamaConfig(**wide, num_hidden_layers=8), cluster, layout, seq_len=LENGTH).memory_bytes[
+            "buffers"
+        ]
+
+    assert buffers("deepspeed", 4096) == buffers("fsdp2", 4096)
+    largest = 4 * 20480**2  # a parameter; more than the 1e9 that may be whole at once
+    assert buffers("deepspeed", 20480) == pytest.approx(2 * largest + 2 * largest)
+    assert buffers("fsdp2", 20480) > 3 * buffers("deepspeed", 20480)
