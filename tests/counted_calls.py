@@ -6,6 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from hf_parallel.compat.torch_tools import TorchDispatchMode
+from hf_parallel.model.tensors import tensors_in
+
 
 def counted_calls(run: Callable[[], Any]) -> int:
     """Calls of Python and C functions during the second of two runs: the first looks up what is kept."""
@@ -41,3 +44,22 @@ def sizes_of_calls(where: Any, *names: str) -> list[int]:
     for name in names:
         counted(name)
     return sizes
+
+
+class MadeTensors(TorchDispatchMode):
+    """Notes what this thread makes while it is entered; views and tensors without data are nothing made.
+
+    Attributes:
+        elements: Those of the largest tensor in memory of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        made = [t for t in tensors_in(out) if not t.is_meta and t.untyped_storage().data_ptr() not in given]
+        self.elements = max([self.elements, *(tensor.numel() for tensor in made)])
+        return out

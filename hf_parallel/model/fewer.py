@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import module_hooks, own_modules
 from hf_parallel.compat.private_transformers import makes_inputs_trained
+from hf_parallel.model.layer_configs import settings_of_layers
 from hf_parallel.model.libraries import LIBRARIES, QUANTISES, STOCK, package_of
 from hf_parallel.model.meta import inputs_on_meta, on_meta
 from hf_parallel.model.record import Op, Record, record_forward
@@ -161,6 +162,8 @@ def config_with_blocks(config: PretrainedConfig, depth: int, kept: Sequence[int]
             vars(text)[name] = type(value)(value[block] for block in kept)
     # Not by attribute: some configs check all of themselves at every assignment.
     vars(text)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+    if own := settings_of_layers(config.get_text_config()):
+        text.per_layer_config = {place: own[block] for place, block in enumerate(kept) if block in own}
     return made
 
 

@@ -7,11 +7,10 @@ by one forward of each on `meta`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -24,25 +23,13 @@ from hf_parallel.compat.private_quantised import quantise_as, shape_of
 from hf_parallel.compat.private_torch import own_buffers
 from hf_parallel.compat.private_transformers import copy_activation_checkpointing, copy_loss_function
 from hf_parallel.model.fewer import READS_VALUES, is_stock, same_ops
-from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.model.meta import inputs_on_meta, on_meta
 from hf_parallel.model.record import Record, record_forward
 from hf_parallel.model.stack import PLACES
 from hf_parallel.model.unchanged import unchanged
+from hf_parallel.model.widths import narrow_configs
 
 
-# Numbers of a config that are widths; all of them are divided by one number.
-WIDTHS: Final = (
-    *("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "head_dim"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim", "rotary_dim", "kv_channels"),
-    # Of attention through latent vectors, whose parts of a head are cut apart by number.
-    *("q_lora_rank", "kv_lora_rank", "v_head_dim", "index_head_dim"),
-    *("qk_rope_head_dim", "qk_nope_head_dim", "qk_head_dim"),
-)
-HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-LEAST_HEAD: Final = 8  # channels of a head: positions are rotated in pairs
-LEAST_VOCABULARY: Final = 256
-ORDINARY: Final = 0.1  # standard deviation of random weights, beyond which rounding grows from block to block
 FAINT: Final = 0.02  # the least one: what blocks add gets lost in comparisons if it is far below
 SMALL: Final = 2**20  # elements of a model that costs next to nothing to plan and check as it is
 TEXT: Final = frozenset({"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"})
@@ -84,7 +71,7 @@ def narrow_model(model: nn.Module, stack: str, sample: Mapping[str, Any], *, par
         model: Whole, on any device; its values are not looked at.
         stack: Name of the list of its blocks.
         sample: A batch of text.
-        parts: A width that is divisible by so many stays so, and one that is not stays not.
+        parts: See `narrow_configs`.
     """
     config = _config_of(model)
     if not (isinstance(config, PretrainedConfig) and _is_wide(model)):
@@ -126,70 +113,6 @@ def forward_if_alike(narrow: nn.Module, wide: nn.Module, stack: str, sample: Map
     records = [_recorded(one, stack, sample) for one in (narrow, wide)]
     reads = any(name in op.name for op in records[1].ops for name in READS_VALUES)
     return None if reads or not same_ops(*records) else records[0]
-
-
-def narrow_config(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool = True) -> PretrainedConfig | None:
-    """The narrowest of `narrow_configs`; None without one."""
-    return next(narrow_configs(config, parts=parts, vocabulary=vocabulary), None)
-
-
-def narrow_configs(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool = True) -> Iterator[PretrainedConfig]:
-    """Configs of narrower blocks, and of fewer words, the narrowest first; none where it names no widths that can be divided.
-
-    There may be several, since code may make numbers of widths that a model of some of them does not have alike.
-
-    Args:
-        config: Config of the wide model.
-        parts: See `narrow_model`.
-        vocabulary: Whether the vocabulary gets smaller.
-    """
-    text = config.get_text_config()
-    if config_of_layer(text, 0) is not text:  # its layers have widths of their own
-        return
-    heads = next((n for name in HEADS if isinstance(n := getattr(text, name, None), int)), 0)
-    widths = {name: n for name in WIDTHS if isinstance(n := getattr(text, name, None), int) and n > 0}
-    hidden = max((widths.get(name, 0) for name in WIDTHS[:3]), default=0)
-    if not heads or not hidden:
-        return
-    head = widths.get("head_dim", hidden // heads)
-    common = math.gcd(*widths.values(), head)
-    for times in (32, 16, 8, 4, 2):
-        fits = common % times == 0 and head // times >= LEAST_HEAD
-        if fits and all(_parts_alike(w, w // times, parts) for w in widths.values()):
-            yield _divided(config, widths, times, parts, vocabulary=vocabulary)
-
-
-def _divided(
-    config: PretrainedConfig, widths: Mapping[str, int], times: int, parts: int, *, vocabulary: bool
-) -> PretrainedConfig:
-    """A copy with widths divided by a number."""
-    text, made = config.get_text_config(), copy.deepcopy(config)
-    inside = vars(made.get_text_config())
-    for name, number in widths.items():
-        key = text.attribute_map.get(name, name)
-        if key in inside:
-            inside[key] = number // times
-    if isinstance(spread := inside.get("initializer_range"), float):
-        inside["initializer_range"] = min(spread, ORDINARY)
-    if vocabulary and isinstance(size := getattr(text, "vocab_size", None), int):
-        inside[text.attribute_map.get("vocab_size", "vocab_size")] = _fewer_words(config, size, parts)
-    return made
-
-
-def _parts_alike(wide: int, narrow: int, parts: int) -> bool:
-    return (wide % parts == 0) == (narrow % parts == 0)
-
-
-def _fewer_words(config: PretrainedConfig, size: int, parts: int) -> int:
-    """The smallest vocabulary of which the real one is a multiple and that has all words that the config names."""
-    every = [*vars(config).items(), *vars(config.get_text_config()).items()]
-    named = [value for key, value in every if "token_id" in key or "token_index" in key]
-    ids = [
-        n for value in named for n in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(n, int)
-    ]
-    least = max(LEAST_VOCABULARY, *(n + 1 for n in ids)) if ids else LEAST_VOCABULARY
-    divisors = sorted({d for n in range(1, math.isqrt(size) + 1) if size % n == 0 for d in (n, size // n)})
-    return next((d for d in divisors if d >= least and _parts_alike(size, d, parts)), size)
 
 
 def largest_block(model: nn.Module) -> int:

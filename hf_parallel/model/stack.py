@@ -21,18 +21,22 @@ PLACES = ("idx", "index", "layer_id")  # parts of the names of attributes that s
 SHOWN = 12  # how many calls of an order an error message lists
 
 
-def candidate_stacks(model: nn.Module) -> list[str]:
+def candidate_stacks(model: nn.Module, *, least: int = 2) -> list[str]:
     """Names of the module lists that may be the stack, likeliest first.
 
     Ranked by: all children are marked as indivisible or checkpointable blocks, then parameter count, then depth.
 
+    Args:
+        model: The model.
+        least: Children that a list must have; between two a model can be cut.
+
     Raises:
-        PlanError: The model has no `nn.ModuleList` of at least two children.
+        PlanError: The model has no such `nn.ModuleList`.
     """
     indivisible = indivisible_modules(model)
     ranked: list[tuple[bool, int, int, str]] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+        if not isinstance(module, nn.ModuleList) or len(module) < least:
             continue
         marked = all(type(m).__name__ in indivisible or isinstance(m, GradientCheckpointingLayer) for m in module)
         ranked.append((marked, sum(p.numel() for p in module.parameters()), -name.count("."), name))

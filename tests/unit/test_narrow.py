@@ -36,10 +36,11 @@ from hf_parallel.engine.plan.stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.model import narrow as narrow_module
 from hf_parallel.model.meta import off_meta
-from hf_parallel.model.narrow import narrow_config, narrow_model
+from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.samples import tiny_samples
 from hf_parallel.model.stack import candidate_stacks
+from hf_parallel.model.widths import narrow_configs
 from hf_parallel.pipeline_parallel.plan import verify_stages
 from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts
@@ -333,14 +334,16 @@ def test_a_cut_is_checked_on_a_narrow_model(kind: str, monkeypatch: pytest.Monke
 
 
 def test_sizes_keep_whether_ranks_can_share_them() -> None:
-    made = narrow_config(LlamaConfig(**LLAMA | WIDE | {"vocab_size": 3 * 1024, "intermediate_size": 192}), parts=3)
+    made = next(
+        narrow_configs(LlamaConfig(**LLAMA | WIDE | {"vocab_size": 3 * 1024, "intermediate_size": 192}), parts=3), None
+    )
     assert made is not None
     assert (made.vocab_size % 3, made.intermediate_size % 3) == (0, 0)
     assert made.vocab_size < 3 * 1024
-    named = narrow_config(LlamaConfig(**LLAMA | WIDE | {"eos_token_id": [2, 700]}))
+    named = next(narrow_configs(LlamaConfig(**LLAMA | WIDE | {"eos_token_id": [2, 700]})), None)
     assert named is not None
     assert named.vocab_size > 700
-    assert narrow_config(LlamaConfig(**LLAMA)) is None  # heads of 8 channels
+    assert not list(narrow_configs(LlamaConfig(**LLAMA)))  # heads of 8 channels
 
 
 def hooked(model: Any) -> None:

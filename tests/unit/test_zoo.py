@@ -24,7 +24,7 @@ from zoo.sweep import Row, sweep
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.shape import shape_of_config
-from hf_parallel.model.narrow import narrow_config
+from hf_parallel.model.widths import narrow_configs
 from hf_parallel.planner.profile import profile_of
 
 
@@ -99,7 +99,7 @@ def test_every_entry_is_exact_or_says_why_not(name: str) -> None:
 def asked_of_its_config(name: str) -> None:
     """A narrower model, the work of a step, and memory: answers, or errors that say what the config lacks."""
     config = tiny_config(name)
-    narrow_config(config)
+    list(narrow_configs(config))
     for ask in (profile_of, lambda one: shape_of_config(one, None)):
         with contextlib.suppress(ConfigError):
             ask(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_parallel.engine.plan.setup import StandIn
-from hf_parallel.model.narrow import has_shapes_of, largest_block, narrow_config
+from hf_parallel.model.narrow import has_shapes_of, largest_block
+from hf_parallel.model.widths import narrow_configs
 from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, plan_for, reduced_model
 from hf_parallel.tensor_parallel.plan.widened import widened
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
@@ -49,8 +51,10 @@ def _skeleton(config: Any) -> nn.Module:
 
 def _narrowed(model: nn.Module, config: Any) -> Any:
     """A config of narrower blocks; None where the real ones are small, or cannot be narrowed."""
-    made = None if largest_block(model) <= SMALL_ENOUGH else narrow_config(config, vocabulary=False)
-    try:
-        return made if made is not None and has_shapes_of(_skeleton(made), model) else None
-    except Exception:  # noqa: BLE001 - a config may insist on widths in any way
+    if largest_block(model) <= SMALL_ENOUGH:
         return None
+    for made in narrow_configs(config, vocabulary=False):
+        with suppress(Exception):  # a config may insist on widths in any way
+            if has_shapes_of(_skeleton(made), model):
+                return made
+    return None

@@ -66,7 +66,7 @@ class Forms:
         if not self._tries:
             return None
         try:
-            stack = candidate_stacks(self.whole)[0] if self.kept is None else self.kept.stack
+            stack = candidate_stacks(self.whole, least=1)[0] if self.kept is None else self.kept.stack
         except PlanError:  # no list of blocks
             return None
         return narrow_model(self.few, stack, self.sample, parts=self._parts)

@@ -23,10 +23,11 @@ from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.fewer import config_with_blocks
-from hf_parallel.model.narrow import forward_if_alike, narrow_configs, strengthen
+from hf_parallel.model.narrow import forward_if_alike, strengthen
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks, kind_of
 from hf_parallel.model.support import refuse_model
+from hf_parallel.model.widths import narrow_configs
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.overrides import override_for
@@ -123,7 +124,7 @@ def narrow_blueprint(blueprint: Blueprint, sample: Mapping[str, Any], parts: int
         narrow = replace(blueprint, config=config)
         with suppress(Exception):  # a config may insist on widths in any way, and code may need values
             wide = skeleton(blueprint)
-            if forward_if_alike(skeleton(narrow), wide, candidate_stacks(wide)[0], sample) is not None:
+            if forward_if_alike(skeleton(narrow), wide, candidate_stacks(wide, least=1)[0], sample) is not None:
                 return narrow
     return None
 
