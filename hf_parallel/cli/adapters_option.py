@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from itertools import pairwise
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -19,7 +21,12 @@ Adapters: TypeAlias = Annotated[
 ]
 
 
-class Command(TyperCommand):
+def class_of_command(function: Callable[..., Any]) -> type[TyperCommand]:
+    """The class of a command, which has another one if it takes `--adapters`."""
+    return AdaptersCommand if "adapters" in signature(function).parameters else TyperCommand
+
+
+class AdaptersCommand(TyperCommand):
     """A command whose `--adapters` may stand alone."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

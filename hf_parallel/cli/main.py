@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import hf_parallel
-from hf_parallel.cli.adapters_option import Command
+from hf_parallel.cli.adapters_option import class_of_command
 
 
 # Name -> its module, its function, and the first sentence of its help: `--help` imports none of them.
@@ -43,11 +43,10 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module, function, _ = COMMANDS[cmd_name]
+        module, name, _ = COMMANDS[cmd_name]
+        function = getattr(importlib.import_module(f"hf_parallel.cli.{module}"), name)
         alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-        alone.command(name=cmd_name, cls=Command)(
-            getattr(importlib.import_module(f"hf_parallel.cli.{module}"), function)
-        )
+        alone.command(name=cmd_name, cls=class_of_command(function))(function)
         return typer.main.get_command(alone)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

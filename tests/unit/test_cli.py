@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import hf_parallel
+from hf_parallel.cli.adapters_option import AdaptersCommand
 from hf_parallel.cli.main import COMMANDS, app
 from hf_parallel.settings.recipes import list_recipes, load_recipe, read_section
 
@@ -153,6 +155,12 @@ def test_every_command_s_line_of_help_is_there_and_its_module_is_found() -> None
         assert f"\n  {name} " in listed
         assert invoke(name, "--help").exit_code == 0
     assert invoke("--version").output == f"hf_parallel {hf_parallel.__version__}\n"
+
+
+def test_only_commands_that_count_adapters_read_their_arguments_in_another_way() -> None:
+    group: Any = get_command(app)
+    kinds = {name: type(group.get_command(None, name)) for name in COMMANDS}
+    assert {name for name, kind in kinds.items() if kind is AdaptersCommand} == {"plan", "validate"}
 
 
 def test_help_imports_no_command() -> None:
