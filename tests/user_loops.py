@@ -143,6 +143,20 @@ def launched(
     return [ones[0] | found for found in ranks]
 
 
+def cases_by_size(names: Iterable[str], few: Iterable[Callable[..., None]]) -> dict[int, list[Case]]:
+    """Loops by number of ranks: all of `names` on two shards, and a few on four ranks of several axes."""
+    return {
+        2: [(name, "tp2") for name in names],
+        4: [(loop.__name__, layout) for loop in few for layout in ("tp2_zero1", "pp2_tp2")],
+    }
+
+
+def launched_by_size(module: str, cases: dict[int, list[Case]], folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Number of ranks -> what each of them finds in the cases of a test module (see `main_of`)."""
+    main = main_of(module)
+    return {size: launched(main, {name for name, _ in some}, some, folder, size) for size, some in cases.items()}
+
+
 def alone_and_together(
     main: Callable[..., dict[str, Any]], layouts: tuple[str, ...], folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -108,19 +108,12 @@ BODIES["in_the_last_step"] = in_the_last_step
 BODIES["before_the_update"] = before_the_update
 NAMES = sorted(BODIES)
 FEW = (in_place, by_weight_alone, by_the_whole, by_one_number)
-CASES = {
-    2: [(name, "tp2") for name in NAMES],
-    4: [(scale.__name__, layout) for scale in FEW for layout in ("tp2_zero1", "pp2_tp2")],
-}
+CASES = user_loops.cases_by_size(NAMES, FEW)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    main = user_loops.main_of(__name__)
-    return {
-        size: user_loops.launched(main, {name for name, _ in cases}, cases, tmp_path_factory.mktemp("norms"), size)
-        for size, cases in CASES.items()
-    }
+    return user_loops.launched_by_size(__name__, CASES, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(

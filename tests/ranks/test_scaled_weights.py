@@ -127,19 +127,12 @@ BODIES |= {change.__name__: before_each_step(change) for change in (*REFUSED_GRA
 BODIES["in_the_last_step"] = in_the_last_step
 NAMES = sorted(BODIES)
 FEW = (normalised, decayed, clamped, without_radius, limited)
-CASES = {
-    2: [(name, "tp2") for name in NAMES],
-    4: [(change.__name__, layout) for change in FEW for layout in ("tp2_zero1", "pp2_tp2")],
-}
+CASES = user_loops.cases_by_size(NAMES, FEW)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    main = user_loops.main_of(__name__)
-    return {
-        size: user_loops.launched(main, {name for name, _ in cases}, cases, tmp_path_factory.mktemp("scaled"), size)
-        for size, cases in CASES.items()
-    }
+    return user_loops.launched_by_size(__name__, CASES, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(
