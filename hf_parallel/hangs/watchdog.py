@@ -14,8 +14,7 @@ that is cut off from the store ends by itself. Who gives up tells the others, so
 too, whoever launched them; a process of the same machine that writes no heartbeat (stopped, or stuck in code that lets no
 thread run) is killed, because it would keep a launcher waiting until that kills it.
 
-A rank that dies instead takes its connections with it. What the others then get from their collectives becomes a
-`RankFailure` that names the rank: an uncaught exception is noted in the store before its process ends.
+A rank that dies instead takes its connections with it: see `lost_ranks`.
 
 One thread of a process watches at a time: a run that begins, or is used again, takes over from the one before.
 """
@@ -26,18 +25,15 @@ import atexit
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.compat.private_collectives import is_connection_loss, record_prefix, write_record
-from hf_parallel.errors import RankFailure
-from hf_parallel.hangs.blame import STEPS, UNLIKE, agreed_bound, blame, chain, is_measured, moves, report
+from hf_parallel.compat.private_collectives import record_prefix, write_record
+from hf_parallel.hangs.blame import STEPS, agreed_bound, blame, chain, is_measured, moves, report
 from hf_parallel.hangs.heartbeats import (
-    ENDING_S,
     IDLE,
     STORE_S,
     Excuse,
@@ -50,13 +46,13 @@ from hf_parallel.hangs.heartbeats import (
     noted,
     see,
 )
+from hf_parallel.hangs.lost_ranks import LostRanks, tell
 from hf_parallel.hangs.noticeboard import NoticeBoard
 from hf_parallel.machine.processes import birth_of, host_identity
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
 
     from torch.distributed.distributed_c10d import Store
 
@@ -82,6 +78,9 @@ class Watchdog:
         floor_s: The same where it is known how long steps take, if they take a tenth of it at most.
         axes_of: Gives, in words, the axes of the mesh over which a group of ranks communicates.
         source: Origin of this rank's settings; empty if there is nothing to say.
+
+    Attributes:
+        lost: Names ranks that have failed or are gone.
     """
 
     def __init__(
@@ -111,6 +110,7 @@ class Watchdog:
         self._resting = self._stopped = False
         self._left: tuple[str, float] | None = None
         self._done = Counter[str]()
+        self.lost = LostRanks(rank, self._names, lambda: self._beats, lambda: self._line.text)
 
     @property
     def _beats(self) -> Heartbeats:
@@ -175,7 +175,7 @@ class Watchdog:
         before = self._line
         self.waits(text)
         try:
-            with self.naming_losses():
+            with self.lost.named():
                 yield
         finally:
             self._line = Line(before.waits, before.text, time.monotonic(), before.awaits)
@@ -194,55 +194,17 @@ class Watchdog:
             self.runs(text)
             self._done[text.removeprefix("runs the ") + "es"] += 1
         try:
-            with self.naming_losses(in_collective=False):
+            with self.lost.named(in_collective=False):
                 yield
         finally:
             self.runs()
-
-    @contextmanager
-    def naming_losses(self, *, in_collective: bool = True) -> Iterator[None]:
-        """Turn the error of a lost connection into one that says which rank is gone.
-
-        Args:
-            in_collective: Whether only collectives run inside, so that their errors are known to be theirs.
-
-        Raises:
-            RankFailure: A connection to another rank was lost inside.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_connection_loss(error, in_collective=in_collective):
-                raise
-            raise RankFailure(self._loss(error)) from error
-
-    def _loss(self, error: BaseException) -> str:
-        """Name who is gone, as far as is known: a rank that raised has said so, one that died is one of the others."""
-        failed = self._board.read("failed")
-        others = [rank for rank in range(len(self._names)) if rank != self._rank]
-        said = {rank: text.removesuffix(".") for rank, text in failed.items()}
-        known = ", ".join(f"{self._names[rank]}, which failed with {text}" for rank, text in said.items())
-        few = len(others) <= 8
-        one_of = ", ".join(self._names[rank] for rank in others) if few else f"the {len(others)} others"
-        lost = known or (one_of if len(others) == 1 else f"a rank, one of {one_of}")
-        ends = {} if known else self._beats.ends(ENDING_S)
-        if ends:
-            lost = ", ".join(f"{self._names[rank]}, which has {how}" for rank, how in ends.items())
-        if any("SIGABRT" in how for how in ends.values()):
-            lost += f" (gloo aborts when a tensor of another size arrives: has one rank a batch of another shape? {UNLIKE})"
-        text = self._line.text
-        where = f" It {text}." if text != IDLE else ""
-        return (
-            f"{self._names[self._rank]} lost {lost}.{where} Look for the first error of that rank; if it left none, it "
-            f"was killed (out of memory?) or ended by itself. ({error})"
-        )
 
     def start(self) -> None:
         """Start the thread and name this rank in the report of an uncaught exception; a run before this one rests."""
         if self._thread is not None or self._stopped:
             return
         self._resting = False
-        self._name_uncaught_exceptions()
+        self.lost.name_uncaught_exceptions()
         if self._store is None or len(self._names) < 2:
             return
         for thread in threading.enumerate():
@@ -318,7 +280,7 @@ class Watchdog:
             self._end(seen, age, heartbeats, bound)
         first = min((rank for rank, line in heartbeats.items() if line["waits"]), default=self._rank)
         if stuck and told != seen.line.since and first == self._rank:
-            _tell(
+            tell(
                 f"hf_parallel: a wait of {age:.1f} s, longer than steps explain: {chain(self._names, path, heartbeats)} "
                 f"How long that takes was never measured, so the run goes on until {self._timeout_s:g} s "
                 "(monitor.hang_timeout_s)."
@@ -352,7 +314,7 @@ class Watchdog:
         ended = self._board.ended
         if ended is not None and ended != notice:
             self._follow(ended)  # another rank was faster: every rank says the same
-        _tell(summary)
+        tell(summary)
         kill_silent(silent, who)
         self._leave_record()
         os._exit(EXIT_CODE)
@@ -361,9 +323,9 @@ class Watchdog:
         """End this rank, because another one has ended the job."""
         name, line = self._names[self._rank], self._line
         doing, notice = f"{line.text}, since {time.monotonic() - line.since:.1f} s", json.loads(reason)
-        _tell(f"hf_parallel: {name} ends, because {notice['reason']}. It was here: {doing}.")
+        tell(f"hf_parallel: {name} ends, because {notice['reason']}. It was here: {doing}.")
         if "summary" in notice:
-            _tell(notice["summary"])
+            tell(notice["summary"])
         if notice["silent"]:
             kill_silent([rank for rank in notice["silent"] if rank != self._rank], self._board.read("who", STORE_S))
         self._leave_record()
@@ -376,31 +338,6 @@ class Watchdog:
             writer = threading.Thread(target=write_record, args=(f"{prefix}{self._rank}",), daemon=True)
             writer.start()
             writer.join(RECORD_S)
-
-    def _name_uncaught_exceptions(self) -> None:
-        """Name this rank, here and to the others, after the traceback of an uncaught exception."""
-        previous = sys.excepthook
-        if getattr(previous, "hf_parallel", False):
-            previous = previous.previous  # type: ignore[attr-defined]  # of an earlier run in this process
-        name = self._names[self._rank]
-
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if is_connection_loss(error):
-                error = RankFailure(self._loss(error))
-            elif not isinstance(error, RankFailure):
-                self._board.write("failed", f"{kind.__name__}: {error}")
-                self._board.flush()
-            previous(kind, error, trace)
-            _tell(f"hf_parallel: {name} failed: {type(error).__name__}: {error}")
-
-        hook.hf_parallel, hook.previous = True, previous  # type: ignore[attr-defined]
-        sys.excepthook = hook
-
-
-def _tell(text: str) -> None:
-    """To stderr at once: the process may end before a logger's handlers have run."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 class _WatchThread(threading.Thread):

@@ -125,14 +125,14 @@ def test_a_rank_that_said_why_it_failed_is_named_with_the_reason(monkeypatch: py
     guards = [Watchdog(store, rank, names, 60.0) for rank in range(3)]
     with (
         pytest.raises(RankFailure, match=r"lost a rank, one of rank 1 \(pp 1 of 3\), rank 2"),
-        guards[0].naming_losses(),
+        guards[0].lost.named(),
     ):
         raise LOST
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
-    guards[2]._name_uncaught_exceptions()
+    guards[2].lost.name_uncaught_exceptions()
     sys.excepthook(ValueError, ValueError("a bad row"), None)
     with pytest.raises(RankFailure, match=r"lost rank 2 \(pp 2 of 3\), which failed with ValueError: a bad row"):  # noqa: SIM117
-        with guards[0].naming_losses():
+        with guards[0].lost.named():
             raise LOST
 
 
