@@ -20,9 +20,9 @@ from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import Kept
 from hf_parallel.model.record import BlockTrace, Op, Record
-from hf_parallel.model.samples import output_flags, path_inputs
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, in_mutable, outline
+from hf_parallel.pipeline_parallel.covered_inputs import CoveredInputs
 
 
 # Every stage keeps parameters that no forward reads, up to this size: an unused tower of weights is larger.
@@ -76,9 +76,7 @@ class PipelinePlan:
         stack: name of the module list that is cut.
         num_blocks: its length L.
         input_names: keyword arguments the plan was made with.
-        covered: sets of tensor inputs (those of the loss left out) with which the model takes the plan's path.
-        uncovered: sets that were tried too, with the reason why they are not covered.
-        flags: output flags in effect when the plan was made.
+        inputs: the tensor inputs and output flags that it is for.
         blocks: per block that ran, the template of its return value and of its hooked calls.
         zero_outputs: modules outside the stack whose unneeded output can be zeros of a known shape.
         flops: forward matmul FLOPs of the sample by epoch (0 prologue, 2j+1 block j, 2L tail).
@@ -101,10 +99,7 @@ class PipelinePlan:
         self.num_blocks = len(blocks_of(model, record.stack))
         self.model_name = type(model).__name__
         self.input_names = frozenset(sample)
-        self.covered = frozenset({path_inputs(sample)})
-        self.uncovered: dict[frozenset[str], str] = {}
-        self.flags = output_flags(model, sample)
-        self._accepted: set[object] = set()
+        self.inputs = CoveredInputs(model, sample)
         self._versions: dict[int, int] = {}
         self.blocks: dict[int, BlockTrace] = record.blocks
         self.zero_outputs = record.zero_outputs
@@ -227,42 +222,6 @@ class PipelinePlan:
             return None
         return int(name[len(self.stack) + 1 :].split(".", 1)[0])
 
-    def check_inputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Refuse a call whose inputs or output flags may take another path than the plan's.
-
-        Covered are the sets of tensor inputs that were tried in discovery and every set between their intersection and
-        their union. Inputs of the loss and inputs without tensors do not matter.
-
-        Raises:
-            PlanError: Names the inputs or the flag, and what to do.
-        """
-        names, flags = path_inputs(inputs), output_flags(model, inputs)
-        if (names, flags) in self._accepted:
-            return
-        for (flag, planned), (_, now) in zip(self.flags, flags, strict=True):
-            if planned != now:
-                raise PlanError(
-                    f"{flag} is {now!r} in this call and was {planned!r} when the stages of {self.model_name} were "
-                    "planned: what crosses a cut depends on it. Set it in the config before the model is parallelized "
-                    "and leave it."
-                )
-        always, possible = frozenset.intersection(*self.covered), frozenset.union(*self.covered)
-        if not always <= names <= possible:
-            raise PlanError(self._not_covered(names, always, possible))
-        self._accepted.add((names, flags))
-
-    def _not_covered(self, names: frozenset[str], always: frozenset[str], possible: frozenset[str]) -> str:
-        extra, missing = sorted(names - possible), sorted(always - names)
-        reasons = [f"{sorted(tried)}: {why}" for tried, why in self.uncovered.items() if tried & frozenset(extra)]
-        return (
-            f"{self.model_name} was planned for the inputs {sorted(always)}, with or without {sorted(possible - always)}"
-            + (f"; {extra} in this batch may take another path through the model" if extra else "")
-            + (f"; {missing} is missing in this batch" if missing else "")
-            + (f" (tried: {'; '.join(reasons)})" if reasons else "")
-            + ". Let the collator make the inputs that the model was planned for, or plan with a batch of this kind: "
-            "HFParallelCallback(sample=collator([data[0], data[1]]))."
-        )
-
     def also_covers(self, other: PipelinePlan) -> str | None:
         """Add the inputs of a plan made from another sample; returns why not if that plan needs another cut."""
         if other.addresses() != self.addresses():
@@ -270,7 +229,7 @@ class PipelinePlan:
         for mine, theirs in zip(self._readers_by_block(), other._readers_by_block(), strict=True):
             if not theirs <= mine:  # reading less is harmless: a weight without a gradient
                 return f"{sorted(theirs - mine)} is read too"
-        self.covered |= other.covered
+        self.inputs.covered |= other.inputs.covered
         # A module whose output has another shape rule with other inputs keeps its weights, frozen.
         self.zero_outputs = dict(self.zero_outputs.items() & other.zero_outputs.items())
         return None
@@ -291,10 +250,18 @@ class PipelinePlan:
 
     def fingerprint(self) -> str:
         """Hash of all addresses: equal on two ranks only if they would cut, send and hold the same."""
-        covered = sorted(sorted(names) for names in self.covered)
+        covered = sorted(sorted(names) for names in self.inputs.covered)
         readers = [sorted(names) for names in self._readers_by_block()]
         zeros = sorted(self.zero_outputs.items())
-        parts = (*self.addresses(), readers, sorted(self._loose), zeros, sorted(self.input_names), covered, self.flags)
+        parts = (
+            *self.addresses(),
+            readers,
+            sorted(self._loose),
+            zeros,
+            sorted(self.input_names),
+            covered,
+            self.inputs.flags,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _in_stack(self, name: str) -> bool:

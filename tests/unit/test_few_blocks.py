@@ -78,7 +78,7 @@ def test_equal_blocks_are_shown_by_three_and_plans_are_the_same(name: str) -> No
     assert quick.kept.blocks[-1] == DEPTH - 1
     assert slow.kept is None
     assert quick.fingerprint() == slow.fingerprint()
-    assert (quick.flops, quick.num_tokens, quick.covered) == (slow.flops, slow.num_tokens, slow.covered)
+    assert (quick.flops, quick.num_tokens, quick.inputs.covered) == (slow.flops, slow.num_tokens, slow.inputs.covered)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2_tied", "qwen3", "bloom"])

@@ -44,8 +44,8 @@ def test_common_inputs_are_covered_and_give_the_unsplit_result(name: str) -> Non
     model = build(name)
     samples = probe_samples(model, VOCAB)
     plan = probed(model)
-    assert plan.covered == {path_inputs(sample) for sample in samples}
-    assert not plan.uncovered
+    assert plan.inputs.covered == {path_inputs(sample) for sample in samples}
+    assert not plan.inputs.uncovered
     stages = cut(model, [0, 2, plan.num_blocks], plan)
     for sample in samples:
         loss, expected = unsplit(model, sample)
@@ -110,8 +110,8 @@ def test_a_sample_that_leads_to_another_plan_is_not_covered_and_the_reason_is_ke
     base = {"input_ids": batch()["input_ids"], "labels": batch()["labels"]}
     extra, broken = base | {"extra": torch.ones(1)}, base | {"broken": torch.ones(1)}
     plan = discover_stages(model, [base, extra, broken])
-    assert plan.covered == {frozenset({"input_ids"})}
-    assert discover_stages(model, extra).covered == {frozenset({"input_ids", "extra"})}
+    assert plan.inputs.covered == {frozenset({"input_ids"})}
+    assert discover_stages(model, extra).inputs.covered == {frozenset({"input_ids", "extra"})}
     stage = cut(model, [0, 1, 3], plan)[0]
     assert len(stage((), **base)) == 1
     for inputs, why in ((extra, "other tensors cross between"), (broken, "IndexError: no such image")):

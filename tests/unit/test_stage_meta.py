@@ -35,7 +35,7 @@ def test_the_plan_is_the_same_on_meta_and_on_data(name: str, dtype: torch.dtype,
     )
     assert plan.fingerprint() == real.fingerprint()
     assert plan.zero_outputs == real.zero_outputs
-    assert plan.covered == real.covered
+    assert plan.inputs.covered == real.inputs.covered
     assert plan.num_tokens == real.num_tokens
     assert all(plan.joins(j) == real.joins(j) for j in range(plan.num_blocks))
     for boundary in range(1, plan.num_blocks + 1):

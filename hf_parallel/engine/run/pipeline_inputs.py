@@ -30,7 +30,7 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
     """
     given = [name for name in REFUSED if batch.get(name) not in (None, False)]
     embedded = batch.get("inputs_embeds")
-    planned = any("inputs_embeds" in inputs for inputs in plan.covered)
+    planned = any("inputs_embeds" in inputs for inputs in plan.inputs.covered)
     if isinstance(embedded, torch.Tensor) and (embedded.requires_grad or not planned):
         raise UnsupportedError(
             f"inputs_embeds in a batch with pp_size={pp_size}: the embedding is on the rank of the first "

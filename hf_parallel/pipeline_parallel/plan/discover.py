@@ -67,8 +67,8 @@ def discover_stages(
     for sample in others:
         reason = _try_to_cover(tried, model, sample, run, stack)
         if reason is not None:
-            plan.uncovered[path_inputs(sample)] = reason
-    plan.covered, plan.zero_outputs = tried.covered, tried.zero_outputs
+            plan.inputs.uncovered[path_inputs(sample)] = reason
+    plan.inputs.covered, plan.zero_outputs = tried.inputs.covered, tried.zero_outputs
     return plan
 
 

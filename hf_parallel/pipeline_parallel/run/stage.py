@@ -87,7 +87,7 @@ class Stage(Uncopyable):
                 f"stage {self.stage_index} of {self.plan.model_name} takes {self.num_payload_in} tensors, got "
                 f"{len(payload)}: pass what the previous stage returned."
             )
-        self.plan.check_inputs(self.model, inputs)
+        self.plan.inputs.check(self.model, inputs)
         self._calls.stay_last()
         run = self._begin(payload)
         try:
