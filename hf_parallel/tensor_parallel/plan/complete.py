@@ -9,8 +9,9 @@ from typing import Any, Literal
 from torch import nn
 
 from hf_parallel.settings.sections import ExpertSharing, Treatment
-from hf_parallel.tensor_parallel.plan.derive import aliases_of, plan_and_foreign
+from hf_parallel.tensor_parallel.plan.derive import plan_and_foreign
 from hf_parallel.tensor_parallel.plan.sequence_plan import shard_sequence
+from hf_parallel.tensor_parallel.plan.ties import aliases_of
 from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 

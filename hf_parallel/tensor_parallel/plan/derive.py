@@ -28,6 +28,7 @@ from hf_parallel.tensor_parallel.plan.candidates import Draft, expert_candidates
 from hf_parallel.tensor_parallel.plan.influence import Arguments, Block
 from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN, hinted_rows, resolve_overrides
 from hf_parallel.tensor_parallel.plan.propose import Candidate, Proposal, proposals
+from hf_parallel.tensor_parallel.plan.ties import aliases_of, drop_unequal_ties, tied_modules
 from hf_parallel.tensor_parallel.plan.trace import (
     Trace,
     capture_inputs,
@@ -97,7 +98,7 @@ def plan_and_foreign(
         with without_adapters(model):
             trace = trace_linears(model, linears, sample)
         linears = {name: info for name, info in linears.items() if not _is_only_read(name, trace)}
-        draft = Draft(model, tp_size, linears, trace, _tied_modules(model))
+        draft = Draft(model, tp_size, linears, trace, tied_modules(model))
         _refuse_widths(draft)
         ends = find_ends(model).names
         overridden = resolve_overrides(overrides or {}, [*linears, *matrix_owners(draft), *ends])
@@ -108,10 +109,10 @@ def plan_and_foreign(
         }
         draft.hinted = hinted_rows(model, linears)
         _pair_all(draft, sample, experts)
-    _drop_unequal_ties(draft)
+    drop_unequal_ties(draft)
     for name in linears:
         _fall_back(draft, name)
-    _drop_unequal_ties(draft)
+    drop_unequal_ties(draft)
     _require_pairs(draft, {name: treatment for name, treatment in overridden.items() if name not in ends})
     return _finish(draft), trace.foreign
 
@@ -165,42 +166,6 @@ def _require_pairs(draft: Draft, overridden: Mapping[str, Treatment]) -> None:
 def _is_only_read(name: str, trace: Trace) -> bool:
     """Whether other code uses the weight of a linear that is itself not called: it is no linear then."""
     return name not in trace.producers and f"{name}.weight" in trace.foreign
-
-
-def _tied_modules(model: nn.Module) -> dict[str, str]:
-    """Module -> a different module that owns one of the same parameters."""
-    shared = [names for names in _owners(model).values() if len(set(names)) > 1]
-    return {name: next(other for other in names if other != name) for names in shared for name in names}
-
-
-def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """Id of a parameter -> names of the modules that own it."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in own_parameters(module).values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append(name)
-    return owners
-
-
-def _drop_unequal_ties(draft: Draft) -> None:
-    """Give up pairs whose linears share a parameter with a module that does not store it in the same way."""
-    while True:
-        unequal = set()
-        for names in _owners(draft.model).values():
-            if len(set(names)) > 1 and len({repr(draft.plans.get(name)) for name in names}) > 1:
-                unequal |= {name for name in names if name in draft.plans}
-        if not unequal:
-            return
-        for pair in [pair for pair in draft.pairs if unequal & {*pair.columns, pair.row}]:
-            draft.pairs.remove(pair)
-            unequal |= {*pair.columns, pair.row}
-        for name in unequal & set(draft.plans):
-            del draft.plans[name]
-            if name in draft.tied:
-                draft.reasons[name] = (
-                    f"replicated: its parameter is tied to {draft.tied[name]}, which is used otherwise"
-                )
 
 
 def _unusable(draft: Draft) -> dict[str, str]:
@@ -406,17 +371,3 @@ def _finish(draft: Draft) -> TPPlan:
         aliases={},
     )
     return replace(plan, aliases=aliases_of(draft.model, plan.shard_specs()))
-
-
-def aliases_of(model: nn.Module, stored: Mapping[str, ShardSpec]) -> dict[str, tuple[str, ...]]:
-    """Name of each of the `stored` tensors that has several -> the others."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        names.setdefault(id(tensor), []).append(name)
-    groups = [group for group in names.values() if len(group) > 1]
-    return {
-        name: tuple(other for other in group if other != name) for group in groups for name in group if name in stored
-    }

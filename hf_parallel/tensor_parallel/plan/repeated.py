@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_parallel.tensor_parallel.plan.derive import aliases_of
+from hf_parallel.tensor_parallel.plan.ties import aliases_of
 from hf_parallel.tensor_parallel.shard_plan import TPPlan, in_order
 
 
