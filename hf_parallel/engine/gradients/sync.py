@@ -32,6 +32,7 @@ from hf_parallel.engine.gradients.optimizer_rules import (
     watch_later_steps,
 )
 from hf_parallel.engine.gradients.optimizer_states import OptimizerStates
+from hf_parallel.engine.gradients.prepared_weights import PreparedWeights
 from hf_parallel.engine.gradients.told import ToldOverParts
 from hf_parallel.engine.gradients.trained_buckets import TrainedBuckets
 from hf_parallel.errors import UnsupportedError
@@ -42,7 +43,6 @@ from hf_parallel.guards.optimizers.crossing import keeps_by_place
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
 from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
 from hf_parallel.guards.rates import RatesOfModules
-from hf_parallel.guards.weights.exchanged import WeightGuard
 from hf_parallel.guards.weights.replicas_alike import AlikeReplicas
 from hf_parallel.guards.weights.scaled_shards import ScaledShards
 from hf_parallel.ledger import Ledger
@@ -87,7 +87,7 @@ class GradientSync:
         self._counted = Counted(ledger, mesh, replicas_add_up=partitions)
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
-        self._weights: WeightGuard | None = None
+        self._weights = PreparedWeights(ledger, self._parameters, settings.sharded, lambda: self.in_window)
         self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self._parameters.items()}
         self.in_window = self.given_away = False
         self._begins_step = True  # no forward pass was made since the last
@@ -119,8 +119,7 @@ class GradientSync:
         Raises:
             UnsupportedError: Names a parameter or a module that was replaced since the model was prepared.
         """
-        if self._weights is not None and not self.in_window:  # what is replaced later is noticed before the update
-            self._weights.check()
+        self._weights.begin_forward()
         if self._mesh.shape.pp_size > 1:
             self.hooks.check()
         if self.in_window and self.replicas.reduces_every_backward and self._mesh.shape.pp_size == 1:
@@ -144,12 +143,7 @@ class GradientSync:
         Raises:
             UnsupportedError: Names a parameter or a module that was replaced since.
         """
-        if self._weights is not None:
-            self._weights.check_objects()
-
-    def _before_gathering(self, model: torch.nn.Module, inputs: object) -> None:
-        if self._weights is not None and model.training and torch.is_grad_enabled() and not self.in_window:
-            self._weights.check()
+        self._weights.check_objects()
 
     def summands(self, name: str) -> int:
         """Number of stages that have a part of a parameter's gradient now, which `reduce` adds up."""
@@ -319,14 +313,9 @@ class GradientSync:
         self._refuse_whole_tensor_updates(optimizer)
         refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)
         watch_later_steps(optimizer, self._mesh)
-        if model is not None and self._weights is None:
+        if model is not None and not self._weights.are_watched:
             self.settings.rates = RatesOfModules(model)
-            everywhere = [alias for entry in self._ledger if entry.kind == "param" for alias in entry.aliases]
-            sharded = self.replicas.sharded  # which exchanges parameters by itself
-            gathered_of = sharded.gathered_of if sharded is not None else (lambda parameter: None)
-            self._weights = WeightGuard(model, self._parameters, everywhere, gathered_of)
-            if sharded is not None:  # which puts its own parameters into the modules before `begin_forward`
-                model.register_forward_pre_hook(self._before_gathering, prepend=True)
+            self._weights.watch(model)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_update)
         optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
@@ -361,8 +350,7 @@ class GradientSync:
         Raises:
             UnsupportedError: Names a parameter that was replaced, or has another shape.
         """
-        if self._weights is not None:
-            self._weights.check()
+        self._weights.check()
         self.settings.use()
         self.shown.compare_factors()
         self.shown.take_back()
