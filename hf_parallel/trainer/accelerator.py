@@ -28,33 +28,12 @@ from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.guards.gradients.direct import through_stages
 from hf_parallel.mesh.groups import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
-from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.trainer.loaders import dispatch_to_replicas, shard_over_replicas, tell_epochs
+from hf_parallel.trainer.loop_settings import refuse_in_loop
 from hf_parallel.trainer.model_folder import Counts, counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin
 from hf_parallel.trainer.user_code import is_users_function
-
-
-def refuse_in_loop(config: HFParallelConfig) -> None:
-    """Refuse settings that only a Trainer reads.
-
-    Raises:
-        ConfigError: Names them.
-    """
-    given = {
-        "global_batch_size": config.global_batch_size,
-        "checkpoint.memory_steps": config.checkpoint.memory_steps or None,
-        "checkpoint.async_save": "true" if config.checkpoint.async_save else None,
-        "pipeline.schedule": config.pipeline.schedule if config.pipeline.schedule in ASYNCHRONOUS else None,
-    }
-    unread = [f"{name}={value}" for name, value in given.items() if value is not None] + config.monitor.asked
-    if unread:
-        raise ConfigError(
-            f"{', '.join(unread)} in a loop without a Trainer has no effect: the loop decides how it accumulates batches and saves, "
-            "and does not say where its steps end. Leave it out, or train with a Trainer."
-        )
 
 
 class HFParallelAccelerator(ReplicaViewMixin):

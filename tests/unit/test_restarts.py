@@ -54,7 +54,7 @@ def test_two_numbers_of_batches_are_refused() -> None:
 
 
 def test_engines_and_loops_that_count_batches_themselves_are_refused() -> None:
-    from hf_parallel.trainer.accelerator import refuse_in_loop
+    from hf_parallel.trainer.loop_settings import refuse_in_loop
 
     with pytest.raises(ConfigError, match=r"global_batch_size=8 with zero\.engine=deepspeed has no effect"):
         HFParallelConfig(global_batch_size=8, zero={"engine": "deepspeed", "stage": 2})
