@@ -1,4 +1,4 @@
-"""A narrow model that stands for a wide one where plans and checks take values: same blocks, heads and code, fewer channels.
+"""A narrow model that stands for a wide one where plans and checks take values: same blocks and code, fewer channels.
 
 What a plan says does not depend on widths but for sizes, and a check of a cut compares what flows where. The values and the
 time of the real widths would only be spent. The narrow model has random weights; that it runs as the wide one does is shown

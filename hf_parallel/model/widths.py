@@ -117,12 +117,11 @@ def _way(layers: list[Any], names: frozenset[str], heads: int) -> _Way | None:
 
 
 def _layers(config: PretrainedConfig) -> list[Any]:
-    """Configs that between them have every number of the text's; mostly there is one."""
+    """The configs of its layers, of the text; one where they do not differ."""
     text = config.get_text_config()
-    first = config_of_layer(text, 0)
-    if first is text:
+    if config_of_layer(text, 0) is text:
         return [text]
-    return [first, *(config_of_layer(text, layer) for layer in settings_of_layers(text))]
+    return [config_of_layer(text, layer) for layer in range(text.num_hidden_layers)]
 
 
 def _number(config: Any, name: str) -> int:

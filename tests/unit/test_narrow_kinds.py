@@ -169,6 +169,15 @@ def test_layers_keep_their_own_widths_in_fewer_blocks() -> None:
     assert heads == [8, 16, 8, 8, 16]
 
 
+def test_the_width_of_every_layer_is_divided_without_a_rest() -> None:
+    """Also that of layers that have the model's own, behind one that has another."""
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    heads = GEMMA | {"head_dim": 24}  # a fourth would be less than a head has
+    config = Gemma4TextConfig(**WIDE | {"num_hidden_layers": 3}, **HEADS, **heads, layer_types=types)
+    made = list(narrow_configs(config))
+    assert [[one.per_layer_config[layer].head_dim for layer in range(3)] for one in made] == [[32, 12, 32]]
+
+
 def other_head(model: Any) -> None:
     model.backbone.layers[1].mixer.head_dim = 16
 
