@@ -10,6 +10,7 @@ from dataclasses import fields
 from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -92,6 +93,15 @@ def attention_names(model: nn.Module) -> list[tuple[Callable[[str], None], str]]
         return lambda value: vars(config).update({name: value})
 
     return [(sets(config), vars(config)[name] or "eager") for config in found.values()]
+
+
+@contextlib.contextmanager
+def own_attention_names() -> Iterator[None]:
+    """Names of attention implementations that are registered inside are gone afterwards."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    with mock.patch.dict(AttentionInterface._global_mapping), mock.patch.dict(AttentionMaskInterface._global_mapping):
+        yield
 
 
 @contextlib.contextmanager

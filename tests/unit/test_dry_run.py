@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig
+from transformers import AttentionInterface, AttentionMaskInterface, DeepseekV3Config, LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 from hf_parallel import dry_run_recipe
@@ -149,6 +149,12 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     (weight * 3).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [3.0, 3.0]
+
+
+def test_names_of_a_shared_sequence_are_gone_afterwards(tmp_path: Path) -> None:
+    before = list(AttentionInterface()), list(AttentionMaskInterface())
+    dry_run_recipe(recipe(tmp_path, "{sp_size: 2}"), LlamaConfig(**SIZES), rows=1, length=64)
+    assert (list(AttentionInterface()), list(AttentionMaskInterface())) == before
 
 
 def test_a_narrow_plan_is_the_wide_one() -> None:

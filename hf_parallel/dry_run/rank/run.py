@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_parallel.batches import split_rows
 from hf_parallel.compat.fake_cuda import fake_cuda
 from hf_parallel.compat.fake_ranks import fake_ranks
+from hf_parallel.compat.private_transformers import own_attention_names
 from hf_parallel.compat.torch_tools import FakeTensorMode
 from hf_parallel.data_parallel import flat
 from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, plan_alone
@@ -177,6 +178,7 @@ def _world(job: Job, meter: Meter) -> Iterator[None]:
         backend = "nccl" if job.on_gpu else "gloo"
         stack.enter_context(fake_ranks(job.rank, job.world_size, job.ranks_per_node, backend))
         stack.enter_context(meter.following_resizes())
+        stack.enter_context(own_attention_names())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*data pointer of FakeTensor")  # all are 0
         stack.enter_context(mock.patch.object(buffers, "LOOKS", 0))  # of the first passes of a run
