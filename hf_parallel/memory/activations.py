@@ -193,15 +193,16 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
             with_fixed=not gathers,
             with_gradients=not shape.adapters,
             whole_experts=stay_whole(shape.expert_width, layout.tp_size),
+            numbers=shape.numbers,
         )
     )
     loss, head = parts.loss, parts.head
     if _is_without_logits(shape, layout, stages.tokens):
-        loss, head = _parts_without_logits(
-            shape, layout, stages.tokens, _normed_for_tiles(shape, layout, recorded, stages)
-        )
+        normed = _normed_for_tiles(shape, layout, recorded, stages)
+        loss, head = _parts_without_logits(shape, layout, stages.tokens, normed, recorded.steps)
     elif layout.tp_size > 1:
-        loss, head = _parts_of_split_vocabulary(shape, layout, stages.tokens, _normed(recorded, stages))
+        normed = _normed(recorded, stages)
+        loss, head = _parts_of_split_vocabulary(shape, layout, stages.tokens, normed, recorded.steps)
     return replace(parts, loss=loss, head=head)
 
 
@@ -238,19 +239,19 @@ def _once(shape: ModelShape, layout: Layout, stages: Stages, recorded: Recorded,
     return loss.kept - _normed_for_tiles(shape, layout, recorded, stages)
 
 
-def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float, normed: float) -> tuple[Part, Part]:
+def _parts_without_logits(
+    shape: ModelShape, layout: Layout, tokens: float, normed: float, steps: tuple[int, int] = (0, 0)
+) -> tuple[Part, Part]:
     """The loss that computes its gradients in tiles as it goes, and its backward, which hands them on.
 
-    `normed` are the bytes that the last norm keeps.
+    `normed` are the bytes that the last norm keeps, `steps` those of `Recorded`.
     """
     vocab, size = shape.vocab / layout.tp_size, 4.0 if layout.precision == "fp32" else 2.0
     rows = rows_of_tile(int(tokens), shape.hidden, int(vocab))
     to_weight = 0.0 if shape.adapters else SUM_BYTES * vocab * shape.hidden
     to_hidden = size * tokens * shape.hidden
     cast = 2.0 * vocab * shape.hidden if layout.precision == "autocast" else 0.0  # of the head's weight
-    # In fp32 all of a tile has the memory of its logits. Those in 16 bit are widened, and exponentials have memory of their own; the
-    # gradient in 16 bit is left of these, and makes what is added to that of the weight.
-    each = vocab * (size if size == 4 else size + 4.0 + 4.0 + size)
+    each = vocab * of_logit_in_tile(size, *steps)
     added = vocab * rows * size + (size * min(COLUMNS, vocab) * shape.hidden if size < 4 and to_weight else 0.0)
     # The gradient of the weight begins when the first tile is gone.
     at_once = max(each * rows, to_weight + max(each * min(rows, tokens - rows), added))
@@ -258,18 +259,35 @@ def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float, norm
     return Part(at_once + cast + to_hidden + normed, kept, 0.0), Part(0.0, -kept, 0.0)
 
 
-def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: float, normed: float) -> tuple[Part, Part]:
+def of_logit_in_tile(size: float, steps: int, kept: int) -> float:
+    """Bytes of a logit of a tile when it takes most; see `Recorded.steps`.
+
+    In fp32 all of a tile has the memory of its logits, unless steps have made these: then product, logits, exponentials and gradients
+    are apart. Logits in 16 bit are widened, and exponentials have memory of their own; the gradient in 16 bit is left of these, and
+    makes what is added to that of the weight.
+    """
+    if size == SUM_BYTES:
+        return size * (4 + kept + (steps > 1) if steps else 1)
+    return size + 4.0 + 4.0 + size + size * (kept + (steps > 0))
+
+
+def _parts_of_split_vocabulary(
+    shape: ModelShape, layout: Layout, tokens: float, normed: float, steps: tuple[int, int]
+) -> tuple[Part, Part]:
     """The loss over logits that tp ranks share, and its backward: it keeps logits alone and computes by chunks in fp32.
 
-    `normed` are the bytes that the last norm keeps.
+    `normed` are the bytes that the last norm keeps, `steps` those of `Recorded`: the backward has what they kept and two of their
+    gradients.
     """
     size = 4 if layout.precision == "fp32" else 2
     elements = tokens * shape.vocab / layout.tp_size
     logits = size * elements
+    between = logits * steps[1]
     chunk, is_half = 4.0 * min(LOSS_CHUNK, elements), size == 2  # in fp32 the backward writes into the gradient itself
-    forward = Part(normed + logits + chunk * (1 + is_half), normed + logits, 0.0)
+    kept = normed + logits + between
+    forward = Part(kept + chunk * (1 + is_half), kept, 0.0)
     at_once = is_half * (2 if elements > LOSS_CHUNK else 1)  # the one before lives until there is another
-    return forward, Part(logits + chunk * at_once, -normed - logits, 0.0)
+    return forward, Part(logits + max(chunk * at_once, logits * (steps[0] > 1)), -kept, 0.0)
 
 
 def _again_beside(shape: ModelShape, layout: Layout, count: int) -> int:

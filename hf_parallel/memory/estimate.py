@@ -24,6 +24,7 @@ from hf_parallel.memory.heads import beyond_even
 from hf_parallel.memory.moments import GATHERED, SENT, Recorded, Sending, fullest, moments_of
 from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
+from hf_parallel.tensor_parallel.units import most_of
 
 
 CONTEXT_BYTES: Final = 1.5e9  # CUDA context and NCCL: from experience, not measured
@@ -242,8 +243,11 @@ def _block(shape: ModelShape, layout: Layout) -> float:
 def _block_of_rank(shape: ModelShape, layout: Layout) -> float:
     """Parameters of a block that a tensor-parallel rank has."""
     whole = shape.experts / layout.ep_size if stay_whole(shape.expert_width, layout.tp_size) else 0.0
-    queries, keys = beyond_even(shape.heads, shape.kv_heads, layout.tp_size)
+    queries, keys = beyond_even(shape.heads, shape.kv_heads, layout.tp_size, shape.numbers[0])
     beyond = 2.0 * shape.hidden * shape.head_dim * (queries * shape.heads + keys * shape.kv_heads)
+    if not shape.expert_width:
+        wide = most_of(shape.intermediate, layout.tp_size, shape.numbers[1]) - shape.intermediate / layout.tp_size
+        beyond += (2 + shape.gated) * shape.hidden * wide
     return whole + (_block(shape, layout) - whole) / layout.tp_size + beyond
 
 

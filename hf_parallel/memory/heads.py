@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from hf_parallel.tensor_parallel.units import NONE, most_of
 
-def most_heads(heads: int, kv_heads: int, tp_size: int) -> tuple[int, int]:
+
+def most_heads(heads: int, kv_heads: int, tp_size: int, numbers: frozenset[int] = NONE) -> tuple[int, int]:
     """Heads of queries and of keys and values on the rank with most.
 
     Ranks share whole groups of a key-value head and its queries. Where there are fewer of these than ranks, each rank has all
@@ -16,32 +17,34 @@ def most_heads(heads: int, kv_heads: int, tp_size: int) -> tuple[int, int]:
         heads: Heads of queries.
         kv_heads: Heads of keys and values, a divisor of `heads`.
         tp_size: Ranks that share them.
+        numbers: Numbers of the module, and of its config.
     """
     if kv_heads < tp_size:
-        return math.ceil(heads / tp_size), kv_heads
-    own = math.ceil(kv_heads / tp_size)
+        return int(most_of(heads, tp_size, numbers)), kv_heads
+    own = int(most_of(kv_heads, tp_size, numbers))
     return own * (heads // kv_heads), own
 
 
-def beyond_even(heads: int, kv_heads: int, tp_size: int) -> tuple[float, float]:
-    """Shares of all heads that the rank with most has beyond an even part: of queries, of keys and values."""
+def beyond_even(heads: int, kv_heads: int, tp_size: int, numbers: frozenset[int] = NONE) -> tuple[float, float]:
+    """Shares of all heads that the rank with most has beyond an even part: of queries, of keys and values; see `most_heads`."""
     if tp_size == 1 or not (heads and kv_heads):
         return 0.0, 0.0
-    own, kv_own = most_heads(heads, kv_heads, tp_size)
+    own, kv_own = most_heads(heads, kv_heads, tp_size, numbers)
     return own / heads - 1 / tp_size, kv_own / kv_heads - 1 / tp_size
 
 
-def sharing(heads: int, kv_heads: int, tp_size: int) -> float:
+def sharing(heads: int, kv_heads: int, tp_size: int, numbers: frozenset[int] = NONE) -> float:
     """Number by which a tensor of so many heads is divided on the rank with most of it.
 
     Args:
         heads: Heads of the tensor: those of queries, or those of keys and values, of which no rank computes with all.
         kv_heads: Heads of keys and values.
         tp_size: Ranks that share them.
+        numbers: See `most_heads`.
     """
     if heads == kv_heads or kv_heads < tp_size:
-        return heads / math.ceil(heads / tp_size)
-    return heads / most_heads(heads, kv_heads, tp_size)[0]
+        return heads / most_of(heads, tp_size, numbers)
+    return heads / most_heads(heads, kv_heads, tp_size, numbers)[0]
 
 
 def heads_of(shape: tuple[int, ...], text: Any) -> tuple[int, int]:

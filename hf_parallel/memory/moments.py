@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from hf_parallel.memory.heads import sharing
 from hf_parallel.pipeline_parallel.schedule.actions import Action
+from hf_parallel.tensor_parallel.units import most_of
 
 
 TEMPORARY: Final = "temporaries"
@@ -35,6 +36,7 @@ class Change:
         readers: Number of such products that read what it is a cast of; 0 if it is none.
         heads: Number of heads that it is of, and of those of keys and values, which ranks share as whole ones; zeros if it is of none.
         is_routed: Whether it is of the experts: of their weights, or of the tokens that go to them.
+        width: Width of the feed-forward part, if it is of that; else 0.
     """
 
     fixed: float
@@ -48,6 +50,7 @@ class Change:
     readers: int = 0
     heads: tuple[int, int] = (0, 0)
     is_routed: bool = False
+    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Recorded:
         element: Bytes of an element of what enters a block, which norms in fp32 may have widened; 0 if it is not known.
         chunk: Tokens up to a multiple of which a block fills a row up; 1 if it does not.
         filled: Part of the bytes of a block that are of filled rows.
+        steps: Number of results that scales and caps of logits make of the head's product, and of those that autograd keeps.
     """
 
     embedding: tuple[Change, ...]
@@ -90,6 +94,7 @@ class Recorded:
     element: int = 0
     chunk: int = 1
     filled: float = 0.0
+    steps: tuple[int, int] = (0, 0)
 
     @functools.cached_property
     def _sums(self) -> dict[Batch, Parts]:
@@ -135,6 +140,7 @@ class Batch:
         with_fixed: Whether gradients and casts of whole weights are there.
         with_gradients: Whether gradients of the recorded parameters are there.
         whole_experts: Whether every tensor-parallel rank has all experts whole.
+        numbers: See `ModelShape`.
     """
 
     tokens: float
@@ -144,6 +150,17 @@ class Batch:
     with_fixed: bool = True
     with_gradients: bool = True
     whole_experts: bool = False
+    numbers: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+
+    def parts_of(self, one: Change) -> float:
+        """Number by which what a change is of is divided on the rank with most of it."""
+        if one.is_routed and self.whole_experts:
+            return 1.0
+        if one.heads[0]:
+            return sharing(*one.heads, self.tp_size, self.numbers[0])
+        if one.width and self.tp_size > 1:
+            return one.width / most_of(one.width, self.tp_size, self.numbers[1])
+        return float(self.tp_size)
 
 
 def summed(changes: Iterable[Change], batch: Batch) -> Part:
@@ -155,13 +172,13 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
         # Of the input, one part is kept as it came, twice as wide, and gathered again for all of them.
         if shares and one.readers:
             passing *= 2 / one.readers
-        ranks = 1 if one.is_routed and batch.whole_experts else batch.tp_size
+        parts = batch.parts_of(one)
         if not (one.is_gathered or (one.whole and not batch.sequence_parallel)):
-            passing /= sharing(*one.heads, ranks) if one.heads[0] else ranks
+            passing /= parts
         is_there = batch.with_fixed and (batch.with_gradients or not one.is_gradient)
         # Ranks cast by hand, and for no longer, the weights of products that send: the first reader of an input, all that gather it.
         is_there &= not (one.is_cast and batch.tp_size > 1 and (one.order == 1 or (shares and one.order)))
-        fixed = one.fixed / ranks * is_there
+        fixed = one.fixed / parts * is_there
         now += passing + fixed
         most = max(most, now)
         kept += 0.0 if one.is_gradient else passing

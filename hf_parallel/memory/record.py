@@ -30,6 +30,7 @@ from hf_parallel.memory.moments import Batch, Change, Recorded, summed
 from hf_parallel.memory.terms import Precision
 from hf_parallel.memory.unread import build_on_meta
 from hf_parallel.memory.variant import PLAIN, Variant
+from hf_parallel.memory.widths import is_of_width, width_of
 from hf_parallel.model.stack import blocks_of, candidate_stacks
 
 
@@ -38,6 +39,7 @@ MIDDLE: Final = 1
 PARTS: Final = ("embedding", "forward", "loss", "head", "backward")
 # Multiples of the chunks, of up to 256 tokens, to which some models (Mamba 2) fill up a row; of no usual width either.
 LONG: Final = (4352, 5888, 7424)
+RAW: Final = {"mm", "addmm", "_to_copy"}  # of logits, what every head makes
 FILLED: Final = 0.02  # of what a block takes: more that does not grow with the tokens is a row that is filled up
 
 
@@ -52,6 +54,7 @@ class Size(NamedTuple):
     order: int
     readers: int
     heads: tuple[int, int]
+    width: int
     is_routed: bool
 
 
@@ -145,10 +148,10 @@ def _with_filling(long: Recorded, config: Any, precision: Precision, variant: Va
 def _recorded(config: Any, precision: Precision, variant: Variant, lengths: Sequence[int]) -> Recorded | None:
     """A step as it runs at three lengths; None if another length runs other operations, as a scan of token after token does."""
     runs: list[Run] = []
-    element = 0
+    element, steps = 0, (0, 0)
     try:
         for length in lengths:
-            run, element = _run(config, length, precision, variant)
+            run, element, steps = _run(config, length, precision, variant)
             runs.append(run)
             if _flags(runs[-1]) != _flags(runs[0]):
                 return None
@@ -157,7 +160,7 @@ def _recorded(config: Any, precision: Precision, variant: Variant, lengths: Sequ
     parts = [tuple(_change(own, lengths) for own in zip(*(run[name] for run in runs), strict=True)) for name in PARTS]
     embedding, forward, loss, head, backward = parts
     again = variant.checkpoint is not None
-    return Recorded(embedding, forward, loss, head, backward, runs_again=again, element=element)
+    return Recorded(embedding, forward, loss, head, backward, runs_again=again, element=element, steps=steps)
 
 
 def _fills_rows(recorded: Recorded) -> bool:
@@ -172,7 +175,10 @@ def _flags(run: Run) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
-    sizes, (_, whole, is_gradient, is_gathered, is_cast, order, readers, heads, _) = [one.size for one in own], own[0]
+    sizes, (_, whole, is_gradient, is_gathered, is_cast, order, readers, heads, width, _) = (
+        [one.size for one in own],
+        own[0],
+    )
     is_routed = all(one.is_routed for one in own)
     is_gathered |= is_routed and whole  # ranks that share the sequence gather it before its tokens go to experts
     step, first = lengths[1] - lengths[0], lengths[0]
@@ -180,7 +186,7 @@ def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
     linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
     fixed = sizes[0] - linear * first - square * first**2
     passing = whole and not fixed, is_gradient, is_gathered and not fixed
-    return Change(fixed, linear, square, *passing, is_cast, order, readers, heads, is_routed)
+    return Change(fixed, linear, square, *passing, is_cast, order, readers, heads, is_routed, width)
 
 
 def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
@@ -196,10 +202,10 @@ def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
     return model
 
 
-def _run(config: Any, length: int, precision: Precision, variant: Variant) -> tuple[Run, int]:
+def _run(config: Any, length: int, precision: Precision, variant: Variant) -> tuple[Run, int, tuple[int, int]]:
     """Bytes of each change, and what it is of (the residual stream, a gradient, a norm over all heads, a cast of a parameter).
 
-    And the bytes of an element of what enters a block.
+    And the bytes of an element of what enters a block, and the steps of `Recorded`.
     """
     model = _built(config, precision, variant)
     name_of_stack = candidate_stacks(model)[0]
@@ -243,7 +249,15 @@ def _run(config: Any, length: int, precision: Precision, variant: Variant) -> tu
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
     stacks = {tuple(parameter.shape) for parameter in middle.parameters() if parameter.ndim == len("ewh")}
     known = Known(shared, between, gathered, columns, shapes, stacks, length)
-    return _by_part(memory, dict(marks), config.get_text_config(), known), dict(marks)["element"]
+    ends, text = dict(marks), config.get_text_config()
+    steps = _steps(memory.changes[ends["head"] : ends["loss"]], (1, length, text.vocab_size))
+    return _by_part(memory, ends, text, known), ends["element"], steps
+
+
+def _steps(changes: Sequence[tuple[Block, int]], logits: tuple[int, ...]) -> tuple[int, int]:
+    """Number of results of the shape of logits that are no product and no copy, and of those that stay until the backward."""
+    stay = {id(block): change > 0 for block, change in changes if block.shape == logits and block.op not in RAW}
+    return len(stay), sum(stay.values())
 
 
 def _products(block: nn.Module) -> dict[str, list[str]]:
@@ -367,6 +381,7 @@ def _by_part(
 ) -> Run:
     """The changes between marks."""
     hidden = text.hidden_size
+    wide = 0 if known.stacks else width_of(text, hidden)
     ends = {
         "embedding": (0, marks["forward 0"]),
         "forward": (marks[f"forward {MIDDLE}"], marks[f"forward {MIDDLE + 1}"]),
@@ -389,9 +404,17 @@ def _by_part(
         heads = (0, 0) if whole else heads_of(block.shape, text)
         order, readers = known.columns.get(_module_of(block), (0, 0))
         is_input = whole and block.op == "_to_copy" and not is_cast
+        # Masks are of all heads, so every rank has them.
+        of_all = id(block) in all_heads or (len(block.shape) == len("bhqk") and block.shape[1] == 1 != block.shape[-2])
         return Size(
-            *(float(change), whole, block.kind == "gradients", id(block) in all_heads, is_cast),
-            *(order, readers * is_input, heads, is_routed),
+            *(float(change), whole, block.kind == "gradients", of_all, is_cast),
+            *(
+                order,
+                readers * is_input,
+                heads,
+                wide * (heads == (0, 0) and is_of_width(block.shape, wide, hidden)),
+                is_routed,
+            ),
         )
 
     # What the embedding made and a frame holds until the model returns: where there are stages, it is not on the last one.

@@ -13,6 +13,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.memory.terms import ModelShape, Precision
 from hf_parallel.memory.unread import build_on_meta, first_line
 from hf_parallel.memory.variant import PLAIN, Variant
+from hf_parallel.memory.widths import numbers_beside, width_of
 from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.settings.file import parse_json, read_bounded
 from hf_parallel.settings.values import shown, spelled
@@ -142,7 +143,7 @@ def shape_of_config(config: Any, precision: Precision | None = None, variant: Va
     kv_heads = getattr(first, "num_key_value_heads", None) or heads
     stacks = _in_stacks(model)
     block = (sum(sizes.values()) - embedding.numel() - (0 if tied else head)) / layers
-    wide, attention = _intermediate(first, hidden), 2 * hidden * head_dim * (heads + kv_heads)
+    wide, attention = width_of(first, hidden), 2 * hidden * head_dim * (heads + kv_heads)
     return ModelShape(
         parameters=sum(sizes.values()),
         layers=layers,
@@ -161,6 +162,7 @@ def shape_of_config(config: Any, precision: Precision | None = None, variant: Va
         expert_width=min((size for name in stacks for size in _widths(model, name, hidden)), default=0),
         saved=saved,
         recorded=recorded,
+        numbers=numbers_beside(model, wide),
     )
 
 
@@ -189,19 +191,3 @@ def _number(config: Any, key: str) -> int:
             "config, or leave out --model."
         )
     return value
-
-
-def _intermediate(config: Any, hidden: int) -> int:
-    """Width that a token passes: of a dense part, or of all experts that it is routed to."""
-    experts = _largest(getattr(config, "num_experts_per_tok", None))
-    width = _largest(getattr(config, "moe_intermediate_size", None)) if experts else None
-    width = width or next(
-        (v for key in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, key, None), int)),
-        4 * hidden,
-    )
-    return int(width) * int(experts or 1)
-
-
-def _largest(value: Any) -> Any:
-    """Largest value over the layers, where a config has one for each; else the value itself."""
-    return max(value) if isinstance(value, (list, tuple)) and value else value

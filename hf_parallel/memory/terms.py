@@ -61,6 +61,8 @@ class ModelShape:
             keeps is counted as if all of it were trained.
         block_bits: Bits of a frozen parameter of a block, its share of the scales included (quantised weights); 0 for
             that of the precision.
+        numbers: Numbers of the module and config of attention, and of those of the feed-forward part: a plan may keep as many parts
+            together where tensor parallelism does not divide them.
     """
 
     parameters: int
@@ -82,6 +84,7 @@ class ModelShape:
     recorded: Recorded | None = None
     adapters: int = 0
     block_bits: float = 0.0
+    numbers: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
     @property
     def block(self) -> float:

@@ -19,9 +19,11 @@ from hf_parallel.memory.heads import beyond_even
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.memory.terms import ModelShape, Precision, SavedBytes
 from hf_parallel.memory.variant import Variant
+from hf_parallel.memory.widths import numbers_beside, width_of
 from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 from hf_parallel.settings.values import spelled
+from hf_parallel.tensor_parallel.units import most_of
 
 
 # How configs name the same number; the first that is there counts.
@@ -87,6 +89,7 @@ class BlockProfile:
         window: Tokens that a token attends to, None for all before it.
         has_rms: Whether norms are RMS norms.
         ends_in_norm: Whether a norm reads what the last product gives.
+        numbers: See `ModelShape`.
     """
 
     products: tuple[Product, ...]
@@ -98,6 +101,7 @@ class BlockProfile:
     window: int | None = None
     has_rms: bool = True
     ends_in_norm: bool = False
+    numbers: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
     @functools.cached_property
     def unread(self) -> Product | None:
@@ -148,14 +152,19 @@ class BlockProfile:
         return self.parameters - self.experts * (1 - whole / ep)
 
     def beyond_even(self, tp: int) -> float:
-        """Parameters that the tensor-parallel rank with most heads has beyond an even part of the block."""
-        queries, keys = beyond_even(self.heads, self.kv_heads, tp)
+        """Parameters that the tensor-parallel rank with most has beyond an even part of the block."""
+        queries, keys = beyond_even(self.heads, self.kv_heads, tp, self.numbers[0])
         few = {self.kv_heads * self.head_dim, self.kv_heads * self.value_dim} if self.kv_heads < self.heads else set()
-        return sum(
+        heads = sum(
             one.inputs * one.outputs * (keys if one.cut == "column" and one.outputs in few else queries)
             for one in self.products
             if one.is_attention and one.cut != "none"
         )
+        if self.num_experts > 1 or not self.width:
+            return heads
+        share = most_of(int(self.width), tp, self.numbers[1]) / self.width - 1 / tp
+        wide = sum(one.inputs * one.outputs for one in self.products if not one.is_attention and one.cut != "none")
+        return heads + wide * share
 
     def pairs(self, seq_len: int) -> float:
         """Query-key pairs of one row and head."""
@@ -253,6 +262,7 @@ class ModelProfile:
             head=self.head,
             tied=self.tied,
             gated=kind.is_gated,
+            numbers=kind.numbers,
             expert_width=int(kind.expert_width),
             largest=max(self.vocab * self.hidden, *(p.inputs * p.outputs for p in kind.products), 1),
         )
@@ -377,6 +387,7 @@ def _of_block(block: Any, text: Any, index: int) -> BlockProfile:
         window=window if isinstance(window, int) else None,
         has_rms=any("rms" in type(module).__name__.lower() for module in block.modules()),
         ends_in_norm=any(name.startswith(AFTER_PRODUCTS) for name, _ in block.named_children()),
+        numbers=numbers_beside(block, width_of(text, hidden)),
     )
 
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig, LlamaConfig
 from hf_parallel.activation_checkpointing.recorded import checkpoint_of
 from hf_parallel.dry_run.rank.recipe import dry_run_recipe
 from hf_parallel.errors import ConfigError
-from hf_parallel.memory import record
+from hf_parallel.memory import moments, record
+from hf_parallel.memory.activations import of_logit_in_tile
 from hf_parallel.memory.block import LENGTHS, trace_block
 from hf_parallel.memory.experts import stay_whole
 from hf_parallel.memory.unread import build_on_meta
@@ -201,6 +202,52 @@ def test_every_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str
 @pytest.mark.parametrize("section", FURTHER)
 def test_predicted_memory_of_shared_rows_hosts_and_slow_networks(section: str, dtype: str, tmp_path: Path) -> None:
     assert abs(difference("llama", section, dtype, tmp_path)) <= WITHIN
+
+
+CAPPED: Final = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "vocab_size": 1000,
+}
+
+
+@pytest.mark.parametrize(("name", "steps"), [("gemma2", (3, 1)), ("cohere", (1, 0)), ("llama", (0, 0))])
+def test_scales_and_caps_of_logits_are_counted_with_what_autograd_keeps_of_them(
+    name: str, steps: tuple[int, int]
+) -> None:
+    """A cap divides, takes the tanh, which its backward needs, and multiplies."""
+    recorded = record.record_step(AutoConfig.for_model(name, **CAPPED | {"num_key_value_heads": 4}), "fp32")
+    assert recorded is not None
+    assert recorded.steps == steps
+
+
+def test_a_tile_of_capped_logits_has_six_times_their_bytes_in_fp32() -> None:
+    """Product, tanh, logits, exponentials and two gradients, as dry runs of Gemma 2 list them; others have one tile."""
+    assert [of_logit_in_tile(4.0, *steps) for steps in ((0, 0), (1, 0), (3, 1))] == [4, 16, 24]
+    assert [of_logit_in_tile(2.0, *steps) for steps in ((0, 0), (1, 0), (3, 1))] == [12, 14, 16]
+
+
+def test_every_tensor_parallel_rank_has_masks_whole() -> None:
+    recorded = record.record_step(AutoConfig.for_model("gemma2", **CAPPED | {"num_key_value_heads": 4}), "fp32")
+    assert recorded is not None
+    masks = tuple(one for one in recorded.embedding if one.square)
+    kept = [
+        moments.summed(masks, moments.Batch(1000, 1000, tp, shared)).kept
+        for tp, shared in ((1, False), (2, False), (2, True))
+    ]
+    assert kept == pytest.approx([8e6] * 3, rel=0.01)  # two of 4 bytes, of all tokens and of a window
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_predicted_memory_of_capped_logits_on_stages_is_the_peak_of_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """19 % too little was told when a tile of them was counted as others."""
+    monkeypatch.setitem(TYPES, "gemma2", TYPES["gemma2"] | {"num_hidden_layers": 4, "vocab_size": 32000})
+    assert abs(difference("gemma2", "pp2", "fp32", tmp_path, length=1028)) <= WITHIN
 
 
 def test_layouts_that_only_other_systems_have_keep_their_formula() -> None:

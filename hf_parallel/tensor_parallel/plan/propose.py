@@ -32,6 +32,7 @@ from hf_parallel.tensor_parallel.plan.rewrites import (
     rewrite_sets,
 )
 from hf_parallel.tensor_parallel.shard_plan import InputRule, LinearPlan, PairPlan, Ranges
+from hf_parallel.tensor_parallel.units import numbers_of, unit_sizes
 
 
 HEAD_COUNT_NAMES = ("num_heads", "num_attention_heads", "n_head", "n_heads", "num_q_heads", "h")
@@ -156,15 +157,10 @@ def _row_layouts(block: Block, candidate: Candidate, tp_size: int) -> Iterator[t
 
 def _units(block: Block, candidate: Candidate, width: int, tp_size: int) -> list[int]:
     """Sizes that may have to stay together in the row's input: those that give different cuts, coarse ones first."""
-    counts = {width // tp_size * tp_size} if width % tp_size == 0 else set()
-    for module in _sites(block, candidate, set(), set()).values():
-        config = vars(module).get("config")
-        for holder in (module, config):
-            counts |= {v for v in vars(holder).values() if type(v) is int and v > 1} if holder is not None else set()
-    units = [1] if width % tp_size == 0 else []
-    units += [width // count for count in sorted(counts) if tp_size <= count <= width and width % count == 0]
+    sites = _sites(block, candidate, set(), set()).values()
+    configs = [config for module in sites if (config := vars(module).get("config")) is not None]
     cuts: dict[tuple[int, ...], int] = {}
-    for unit in [*units, 1]:
+    for unit in unit_sizes(width, tp_size, numbers_of([*sites, *configs])):
         parts = tuple(split_units(width, tp_size, unit))
         if min(parts) > 0:
             cuts.setdefault(parts, unit)
