@@ -277,9 +277,12 @@ def _parts_of_split_vocabulary(
     """The loss over logits that tp ranks share, and its backward: it keeps logits alone and computes by chunks in fp32.
 
     `normed` are the bytes that the last norm keeps, `steps` those of `Recorded`: the backward has what they kept and two of their
-    gradients.
+    gradients. Then the gradient of the head's weight has come, under autocast as it is computed and as it is added, beside the sum of those
+    before it.
     """
     size = 4 if layout.precision == "fp32" else 2
+    each = 0.0 if shape.adapters else size + 4.0 * (layout.precision == "autocast")
+    to_weight = each * shape.vocab / layout.tp_size * shape.hidden
     elements = tokens * shape.vocab / layout.tp_size
     logits = size * elements
     between = logits * steps[1]
@@ -287,7 +290,7 @@ def _parts_of_split_vocabulary(
     kept = normed + logits + between
     forward = Part(kept + chunk * (1 + is_half), kept, 0.0)
     at_once = is_half * (2 if elements > LOSS_CHUNK else 1)  # the one before lives until there is another
-    return forward, Part(logits + max(chunk * at_once, logits * (steps[0] > 1)), -kept, 0.0)
+    return forward, Part(max(logits + max(chunk * at_once, logits * (steps[0] > 1)), to_weight), -kept, 0.0)
 
 
 def _again_beside(shape: ModelShape, layout: Layout, count: int) -> int:
