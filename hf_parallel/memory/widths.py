@@ -23,7 +23,7 @@ def is_of_width(shape: tuple[int, ...], width: int, hidden: int) -> bool:
 
     Args:
         shape: Shape of the tensor.
-        width: That width.
+        width: Width of that part.
         hidden: Width of the residual stream, from which it cannot be told where they are one.
     """
     wide = {width, 2 * width} - {hidden}
