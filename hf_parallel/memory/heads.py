@@ -57,8 +57,13 @@ def heads_of(shape: tuple[int, ...], text: Any) -> tuple[int, int]:
 
 
 def _is_of_heads(shape: tuple[int, ...], heads: int, text: Any) -> bool:
-    """Whether a tensor has the keys or values of so many heads: (..., heads * width), or (batch, heads, tokens, width or its half)."""
+    """Whether a tensor has the keys or values of so many heads: (..., heads * width), or (batch, heads, tokens, width or its half).
+
+    Or their scores: ([batch,] heads, tokens, tokens).
+    """
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if len(shape) > 2 and heads > 1 and shape[-3] == heads and shape[-2] == shape[-1]:
+        return True
     if len(shape) == 4:
         return shape[1] == heads and shape[3] in (width, width // 2)
     return len(shape) in (2, 3) and shape[-1] == heads * width

@@ -319,10 +319,12 @@ def _columns(block: nn.Module) -> dict[str, tuple[int, int]]:
 def _gathered_results(block: nn.Module) -> set[tuple[str, str]]:
     """Norms over all that a product beside them makes (queries or keys of all heads), which ranks gather, and that product.
 
-    As operation and module; "" is any operation.
+    And norms over all that the last product reads. As operation and module; "" is any operation.
     """
     found = set()
     for parent, own in _products(block).items():
+        last = block.get_submodule(own[-1])
+        read = cast("Tensor", last.weight).shape[-1 if isinstance(last, nn.Linear) else 0]
         left = {path: len(cast("Tensor", block.get_submodule(path).weight)) for path in own[:-1]}
         for name, module in block.get_submodule(parent).named_children():
             weight = getattr(module, "weight", None)
@@ -332,6 +334,8 @@ def _gathered_results(block: nn.Module) -> set[tuple[str, str]]:
             if made is not None:
                 left.pop(made)
                 found |= {("", f"{parent}.{name}"), ("mm", made), ("addmm", made)}
+            elif weight.shape[0] == read:
+                found.add(("", f"{parent}.{name}"))
     return found
 
 

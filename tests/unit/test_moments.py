@@ -354,6 +354,33 @@ SEEN: Final = {
         0,
         False,
     ),
+    "scores of heads that ranks do not divide": Draw(
+        "bloom",
+        {"hidden_size": 320, "n_layer": 4, "n_head": 5, "vocab_size": 1000},
+        "tp2",
+        "fp32",
+        "none",
+        Work(4, 1000),
+        0,
+        False,
+    ),
+    "a norm over all that the last product reads": Draw(
+        "mamba2",
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "n_groups": 1,
+            "num_heads": 8,
+            "vocab_size": 1000,
+        },
+        "tp2",
+        "fp32",
+        "none",
+        Work(2, 257),
+        0,
+        False,
+    ),
     "a row of two chunks": Draw(
         "mamba2",
         {
