@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.data_parallel.fsdp import explained
 from hf_parallel.data_parallel.fsdp_parts import is_part
 from hf_parallel.engine.run.direct import Engine
@@ -51,6 +52,7 @@ class UserCode:
                 resting=lambda: engine.is_running,
                 everywhere=engine.attachment.ledger.on_all(engine.mesh.shape.pp_size),
                 states=functools.partial(_states_of, trainer),
+                layers=tuner_layers(model),
             )
             engine.watching, options["gathered"] = stages.modes, stages.follow
         known = known_parts(model, **options)

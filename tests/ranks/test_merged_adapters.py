@@ -89,7 +89,13 @@ JOBS: user_steps.Jobs = {
     "merged_before-pp2": ("merged_before", PP2, "unmerge_adapter()", 0),
     **{f"unloaded-{name}": ("unloaded", layout, UNLOAD, 1) for name, layout in (("pp2", PP2), ("tp2", TP2), ("zero3", ZERO3))},
     "saved_whole-pp2": ("saved_whole", PP2, UNLOAD, 3),
+    # Adapters outside of the blocks: of an embedding, which the first stage has, and of a head, which is gathered with tp.
+    **{f"{kind}-{name}-ends": (kind, layout, "", 0) for kind in ("merged_and_back", "relora") for name, layout in (("pp2", PP2), ("tp2", TP2))},
 }  # fmt: skip
+
+
+def model_of(job: str) -> str:
+    return "llama_lora_head" if job.endswith("-ends") else "llama_lora"
 
 
 def many(*given: Any) -> Any:  # of this file, so that a rank imports it and with it what it adds to `KINDS`
@@ -99,10 +105,13 @@ def many(*given: Any) -> Any:  # of this file, so that a rank imports it and wit
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> user_steps.Runs:
     folder = tmp_path_factory.mktemp("merged")
-    lora = {"model": "llama_lora"}
-    ones = {kind: (kind, None, {"rows": 8, **lora}) for kind, _, error, _ in JOBS.values() if not error}
+    ones = {
+        (kind, model_of(job)): (kind, None, {"rows": 8, "model": model_of(job)})
+        for job, (kind, _, error, _) in JOBS.items()
+        if not error
+    }
     twos = {
-        job: (kind, layout, {"rows": user_steps.rows_on_two(layout), **lora})
+        job: (kind, layout, {"rows": user_steps.rows_on_two(layout), "model": model_of(job)})
         for job, (kind, layout, _, _) in JOBS.items()
     }
     return user_steps.launch_both(ones, twos, folder, many)
@@ -117,7 +126,7 @@ def test_merged_adapters_are_right_or_refused(job: str, runs: user_steps.Runs) -
             assert error in str(rank["error"])
             assert rank["steps"] == steps
         return
-    reference = runs[0][kind][0]
+    reference = runs[0][kind, model_of(job)][0]
     assert [rank["error"] for rank in mine] == [None, None]
     assert len(mine[0]["history"]) == len(reference["history"]) > 1
     for here, there in zip(mine[0]["history"], reference["history"], strict=True):

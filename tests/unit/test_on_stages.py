@@ -228,3 +228,18 @@ def test_a_draw_on_a_device_without_an_index_is_one_of_the_current_device(monkey
     torch.rand(2, generator=torch.cuda.default_generators[1])
     assert draws.next(torch.cuda.default_generators[1], torch.device("cuda", 1)) == 1
     assert draws.next(None, torch.device("cuda", 0)) == 2
+
+
+def test_a_layer_with_adapters_outside_of_the_blocks_is_one_module() -> None:
+    names = ("head.base_layer.weight", "head.lora_A.default.weight", "head.lora_B.default.weight", "norm.weight")
+    weights = {name: nn.Parameter(torch.randn(3, 3)) for name in names}
+
+    def merge(*given: str) -> None:
+        weights[names[0]].data += weights[given[0]] @ weights[given[1]]
+
+    with torch.no_grad():
+        OnStages(weights, 2, layers=["head"]).watch(merge)(names[2], names[1])
+        with pytest.raises(UnsupportedError, match="made of the parameters of 2 blocks or modules"):
+            OnStages(weights, 2, layers=["head"]).watch(merge)(names[2], names[3])
+        with pytest.raises(UnsupportedError, match="made of the parameters of 2 blocks or modules"):
+            OnStages(weights, 2).watch(merge)(names[2], names[1])

@@ -111,6 +111,7 @@ class OnStages(TorchDispatchMode):
         resting: Whether the model itself runs, in an evaluation that a callback starts.
         everywhere: Names of parameters that all stages hold: numbers of these are the same on all.
         states: Gives what optimizers keep of parameters, by parameter: it counts as these do.
+        layers: Names of layers with adapters, which are merged into them: outside of blocks each is one module.
     """
 
     def __init__(
@@ -120,10 +121,11 @@ class OnStages(TorchDispatchMode):
         resting: Callable[[], bool] = lambda: False,
         everywhere: frozenset[str] = EMPTY,
         states: Callable[[], Mapping[Any, Any]] = dict,
+        layers: Collection[str] = EMPTY,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters, self._pp_size, self._resting = parameters, pp_size, resting
-        self._everywhere, self._states = everywhere, states
+        self._everywhere, self._states, self._layers = everywhere, states, tuple(layers)
         self._found: dict[int, str] | None = None
         self._kept: list[WeakStorage] = []
         self._origins: dict[int, tuple[WeakStorage, Origin]] = {}
@@ -239,8 +241,12 @@ class OnStages(TorchDispatchMode):
         key = _storage(tensor)
         if key in self._names:
             name = self._names[key]
-            return NOTHING if name in self._everywhere else Origin(frozenset([block_of(name)]))
+            return NOTHING if name in self._everywhere else Origin(frozenset([self._block_of(name)]))
         return self._origins[key][1] if key in self._origins else NOTHING
+
+    def _block_of(self, name: str) -> str:
+        block = block_of(name)
+        return next((layer for layer in self._layers if block.startswith(f"{layer}.")), block)
 
     def _note(self, tensor: Tensor, origin: Origin) -> None:
         key = _storage(tensor)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,6 +66,10 @@ def install_adapters(
         spec = linear.weight if linear is not None and by_inputs else None
         for dropout in getattr(layer, "lora_dropout", {}).values():
             put_over(dropout, "tp_dropout", _DropoutState(seeds, spec, plan.tp_size, tp_rank), _dropout_forward)
+        if linear is not None and linear.role == "gather" and hasattr(layer, "get_delta_weight"):
+            vars(layer)["tp_delta"] = linear.weight, plan.tp_size, tp_rank
+            vars(layer)["tp_delta_inner"] = layer.get_delta_weight
+            vars(layer)["get_delta_weight"] = MethodType(_part_of_delta, layer)
         if not is_paired:
             continue
         for part in layer.modules():
@@ -92,6 +97,13 @@ def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if state.role in ("latent", "reduce"):
         out = copy_to_tp(out, shared.group, widens=shared.widens)
     return taken(state, out, -1) if state.role == "reduce" else out
+
+
+def _part_of_delta(self: Any, adapter: str) -> Tensor:
+    """What `merge_adapter` adds to the base layer's weight, of which a rank has a part; the adapter of a gathered layer is whole."""
+    spec, tp_size, tp_rank = self.tp_delta
+    part: Tensor = spec.shard(self.tp_delta_inner(adapter), tp_size, tp_rank)
+    return part
 
 
 def _dropout_forward(self: Any, x: Tensor) -> Any:
