@@ -71,7 +71,7 @@ def tight(memory: Memory, gpu_bytes: float | None, host_bytes: float | None) -> 
     if host_bytes is not None and memory.loading > host_bytes:
         found.append(
             f"RAM: {memory.loading / GB:.1f} GB while every rank of a node loads the whole model, {host_bytes / GB:.1f} GB "
-            "there. Load in 16 bit, or start fewer ranks on a node."
+            "there. Read it in parts (hf_parallel.from_pretrained), load it in 16 bit if it is in fp32, or start fewer ranks on a node."
         )
     return found
 

@@ -100,7 +100,7 @@ def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _part_of_delta(self: Any, adapter: str) -> Tensor:
-    """What `merge_adapter` adds to the base layer's weight, of which a rank has a part; the adapter of a gathered layer is whole."""
+    """Part of what `merge_adapter` adds to a base weight that is a part, too: the adapter of a gathered layer is whole."""
     spec, tp_size, tp_rank = self.tp_delta
     part: Tensor = spec.shard(self.tp_delta_inner(adapter), tp_size, tp_rank)
     return part
