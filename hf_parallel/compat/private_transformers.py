@@ -97,7 +97,7 @@ def attention_names(model: nn.Module) -> list[tuple[Callable[[str], None], str]]
 
 @contextlib.contextmanager
 def own_attention_names() -> Iterator[None]:
-    """Names of attention implementations that are registered inside are gone afterwards."""
+    """Inside, what is registered for names of attention implementations and their masks is gone afterwards."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     with mock.patch.dict(AttentionInterface._global_mapping), mock.patch.dict(AttentionMaskInterface._global_mapping):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_buffers, own_parameters
-from hf_parallel.compat.private_transformers import attention_of
+from hf_parallel.compat.private_transformers import attention_of, own_attention_names
 from hf_parallel.compat.torch_tools import FakeTensorMode
 
 
@@ -77,11 +77,8 @@ def maskless_attention(model: Any) -> Iterator[None]:
             model.set_attn_implementation("sdpa")
             del ALL_ATTENTION_FUNCTIONS[MASKLESS]
     elif name.endswith("_sdpa"):  # of ranks that share rows: a name of its own, with masks of the same name
-        makes = AttentionMaskInterface()[name]
-        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-        try:
+        with own_attention_names():
+            AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
             yield
-        finally:
-            AttentionMaskInterface.register(name, makes)
     else:
         yield

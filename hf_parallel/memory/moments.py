@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from hf_parallel.memory.heads import sharing
 from hf_parallel.pipeline_parallel.schedule.actions import Action
-from hf_parallel.tensor_parallel.units import most_of
+from hf_parallel.tensor_parallel.units import NONE, most_of
 
 
 TEMPORARY: Final = "temporaries"
@@ -150,7 +150,7 @@ class Batch:
     with_fixed: bool = True
     with_gradients: bool = True
     whole_experts: bool = False
-    numbers: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+    numbers: tuple[frozenset[int], frozenset[int]] = (NONE, NONE)
 
     def parts_of(self, one: Change) -> float:
         """Number by which what a change is of is divided on the rank with most of it."""

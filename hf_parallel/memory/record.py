@@ -175,10 +175,8 @@ def _flags(run: Run) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
-    sizes, (_, whole, is_gradient, is_gathered, is_cast, order, readers, heads, width, _) = (
-        [one.size for one in own],
-        own[0],
-    )
+    sizes = [one.size for one in own]
+    _, whole, is_gradient, is_gathered, is_cast, order, readers, heads, width, _ = own[0]
     is_routed = all(one.is_routed for one in own)
     is_gathered |= is_routed and whole  # ranks that share the sequence gather it before its tokens go to experts
     step, first = lengths[1] - lengths[0], lengths[0]
@@ -406,19 +404,14 @@ def _by_part(
         whole = whole and (block.op, _module_of(block)) not in known.shared and id(block) not in shared_between
         is_cast, is_routed = block.op == "_to_copy" and block.shape in known.shapes, known.is_routed(block.shape)
         heads = (0, 0) if whole else heads_of(block.shape, text)
+        width = wide * (heads == (0, 0) and is_of_width(block.shape, wide, hidden))
         order, readers = known.columns.get(_module_of(block), (0, 0))
         is_input = whole and block.op == "_to_copy" and not is_cast
         # Masks are of all heads, so every rank has them.
         of_all = id(block) in all_heads or (len(block.shape) == len("bhqk") and block.shape[1] == 1 != block.shape[-2])
         return Size(
             *(float(change), whole, block.kind == "gradients", of_all, is_cast),
-            *(
-                order,
-                readers * is_input,
-                heads,
-                wide * (heads == (0, 0) and is_of_width(block.shape, wide, hidden)),
-                is_routed,
-            ),
+            *(order, readers * is_input, heads, width, is_routed),
         )
 
     # What the embedding made and a frame holds until the model returns: where there are stages, it is not on the last one.

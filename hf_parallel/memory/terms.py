@@ -11,8 +11,10 @@ from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import ActivationCheckpointingConfig, PipelineConfig
+from hf_parallel.tensor_parallel.units import NONE
 
 
 Engine = Literal["native", "fsdp2", "deepspeed"]
@@ -84,7 +86,7 @@ class ModelShape:
     recorded: Recorded | None = None
     adapters: int = 0
     block_bits: float = 0.0
-    numbers: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+    numbers: tuple[frozenset[int], frozenset[int]] = (NONE, NONE)
 
     @property
     def block(self) -> float:
@@ -264,15 +266,26 @@ def layout_of(
 
 def _extras(config: HFParallelConfig, precision: Precision) -> dict[str, float]:
     """Bytes per parameter of what slow networks cost, and weights of several updates."""
-    found, local = {}, config.local_sgd
+    found: dict[str, float] = {}
     if config.pipeline.schedule in ASYNCHRONOUS:
         size = 2.0 if precision == "half" else 4.0
         found["older weights"] = size * delay_of(config.pipeline.schedule, config.pp_size)
         if config.pipeline.vertical_sync:
             found["gradients of the next step"] = size
-    compression = local.compression if local.sync_every > 1 else config.gradient_compression
+    local = config.local_sgd
+    return found | of_slow_networks(local.compression if local.sync_every > 1 else config.gradient_compression, local)
+
+
+def of_slow_networks(compression: GradientCompressionConfig, local: LocalSgdConfig) -> dict[str, float]:
+    """Bytes per parameter of what compressed messages and local steps keep.
+
+    Args:
+        compression: Compression of what replicas send.
+        local: Steps between two synchronisations, of which parameters and momentum are in fp32.
+    """
+    found = {}
     if compression.feeds_back:
         found["residual of compression"] = 2.0 if compression.residual_dtype == "bf16" else 4.0
-    if local.sync_every > 1:  # in fp32
+    if local.sync_every > 1:
         found["parameters of the last synchronisation"] = 8.0 if local.outer_momentum else 4.0
     return found

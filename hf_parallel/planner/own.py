@@ -10,7 +10,7 @@ from typing import Final
 from hf_parallel.memory.activations import Stages, stage_parts
 from hf_parallel.memory.estimate import CASTS, buffers, passing_gathers, steps_of, unpacked
 from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, fullest, moments_of
-from hf_parallel.memory.terms import Layout, ModelShape, Precision, SavedBytes
+from hf_parallel.memory.terms import Layout, ModelShape, Precision, SavedBytes, of_slow_networks
 from hf_parallel.memory.variant import Variant
 from hf_parallel.planner.adapters import is_beside, rank_of_all
 from hf_parallel.planner.layout import LayoutSpec
@@ -159,19 +159,15 @@ def _layout(spec: LayoutSpec) -> Layout:
         offload_param=spec.offload_param,  # type: ignore[arg-type]
         recompute=recomputed_of(spec),
         chunked_loss=spec.chunked_loss,
-        extra=_extra(spec),
+        extra=_extra(spec.compression, spec.local_steps),
         sp_size=spec.sp,
     )
 
 
-def _extra(spec: LayoutSpec) -> dict[str, float]:
-    found = {}
-    if spec.compression != "none" and GradientCompressionConfig(method=spec.compression).feeds_back:  # type: ignore[arg-type]
-        found["residual of compression"] = 4.0
-    if spec.local_steps > 1:
-        outer = LocalSgdConfig(sync_every=spec.local_steps).outer_momentum
-        found["parameters of the last synchronisation"] = 8.0 if outer else 4.0
-    return found
+@functools.cache
+def _extra(compression: str, local_steps: int) -> Mapping[str, float]:
+    sent = GradientCompressionConfig(method=compression)  # type: ignore[arg-type]
+    return of_slow_networks(sent, LocalSgdConfig(sync_every=local_steps))
 
 
 @functools.lru_cache(maxsize=256)

@@ -248,6 +248,14 @@ def test_blocks_that_run_again_have_what_their_forward_passes() -> None:
 
 
 # Set-ups in which predictions were wrong, each for a reason of its own.
+STATES: Final = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "n_groups": 1,
+    "num_heads": 8,
+    "vocab_size": 1000,
+}
 SEEN: Final = {
     "queries that are scaled before attention are shared": Draw(
         "opt",
@@ -366,14 +374,7 @@ SEEN: Final = {
     ),
     "a norm over all that the last product reads": Draw(
         "mamba2",
-        {
-            "hidden_size": 256,
-            "num_hidden_layers": 4,
-            "head_dim": 64,
-            "n_groups": 1,
-            "num_heads": 8,
-            "vocab_size": 1000,
-        },
+        STATES,
         "tp2",
         "fp32",
         "none",
@@ -383,14 +384,7 @@ SEEN: Final = {
     ),
     "a row of two chunks": Draw(
         "mamba2",
-        {
-            "hidden_size": 256,
-            "num_hidden_layers": 4,
-            "head_dim": 64,
-            "n_groups": 1,
-            "num_heads": 8,
-            "vocab_size": 1000,
-        },
+        STATES,
         "one",
         "fp32",
         "none",

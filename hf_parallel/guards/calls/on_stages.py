@@ -125,7 +125,8 @@ class OnStages(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters, self._pp_size, self._resting = parameters, pp_size, resting
-        self._everywhere, self._states, self._layers = everywhere, states, tuple(layers)
+        self._everywhere, self._states = everywhere, states
+        self._layers = [layer for layer in layers if block_of(f"{layer}.weight") == layer]  # outside of blocks
         self._found: dict[int, str] | None = None
         self._kept: list[WeakStorage] = []
         self._origins: dict[int, tuple[WeakStorage, Origin]] = {}
