@@ -11,7 +11,7 @@ with LoRA on all of its linear layers; every variant has the same batch, and sta
 Four ranks are simulated, not measured: the same model is cut into four stages, which the two ranks run in turn; the mean
 times of these stages' actions feed the simulator. Its answer for two ranks stands beside the measurement.
 
-All samples are taken in rotating order within one run and compared by the median of paired ratios (see timing.py for the
+All samples are taken in changing order within one run and compared by the median of paired ratios (see timing.py for the
 guard against other load).
 """
 

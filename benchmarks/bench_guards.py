@@ -4,7 +4,7 @@
     python benchmarks/bench_guards.py --smoke    # seconds; checks that everything runs, its numbers mean nothing
 
 Optimizer steps of 8 microbatches of the same Llama and layout, as they are and with every guard of `hf_parallel.guards` that
-runs in a step replaced by nothing, here only: there is no switch for users. Samples are taken in rotating order within one
+runs in a step replaced by nothing, here only: there is no switch for users. Samples are taken in changing order within one
 run and compared by the median of paired ratios (see timing.py for the guard against other load). Since half a percent is
 less than one sample scatters, the time inside of the guards is also measured by itself: `inside` is wall time, waiting for
 messages included, `CPU` what the guards compute. It grows with the number of parameters and of batches, not with tokens: the

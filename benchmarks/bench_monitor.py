@@ -3,7 +3,7 @@
     python benchmarks/bench_monitor.py            # some minutes on a quiet machine
     python benchmarks/bench_monitor.py --smoke    # seconds; checks that everything runs, its numbers mean nothing
 
-The steps of bench_guards.py, with the monitor on, metrics gathered every ten steps, and off. Samples are taken in rotating order
+The steps of bench_guards.py, with the monitor on, metrics gathered every ten steps, and off. Samples are taken in changing order
 and compared by the median of paired ratios. Since half a percent is less than one sample scatters, the time inside of the monitor
 is also measured by itself: the ends of steps as they are, and every span by what ten thousand of them take.
 """

@@ -3,7 +3,7 @@
     python benchmarks/bench_pipeline.py            # about five minutes on a quiet machine
     python benchmarks/bench_pipeline.py --smoke    # seconds; checks that everything runs, its numbers mean nothing
 
-The three variants run the same stage modules on the same batch, interleaved in rotating order within one run, and are
+The three variants run the same stage modules on the same batch, interleaved in changing order within one run, and are
 compared by the median of paired ratios (see timing.py for the guard against other load). The bar to beat is not
 2m / (m + 1) but the makespan of the schedule at the stage times measured in the same run, because an uneven cut costs
 more than any message does.

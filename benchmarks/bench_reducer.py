@@ -7,13 +7,17 @@
 The same Llama with the reducer of hf_parallel (buckets leave during the backward pass, as in a Trainer), under DDP with its
 defaults, under DDP as a user would tune it (`gradient_as_bucket_view`, `static_graph`), and without any exchange, which is
 what one process takes for the same rows. A step of these has no update. With ZeRO 1 a step has one (AdamW): hf_parallel's
-partition against `ZeroRedundancyOptimizer` under tuned DDP. All samples are taken in rotating order within one run and
+partition against `ZeroRedundancyOptimizer` under tuned DDP. All samples are taken in changing order within one run and
 compared by the median of paired ratios (see timing.py for the guard against other load).
+
+Where the memory of a model happens to lie changes its step by some percent, for as long as the model lives. So the models
+are made several times in a run, and two equal copies of the tuned DDP show how far apart two of the same kind are.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,20 +49,25 @@ from hf_parallel.data_parallel.zero import ZeroPartition
 
 
 RANKS = 2
-# What is compared: ours first, then its rival at its best, then others.
-KINDS: dict[str, tuple[str, ...]] = {
-    "reduction": ("hf_parallel", "ddp_tuned", "ddp", "one"),
-    "zero 1": ("hf_parallel_zero", "zero_redundancy"),
+# What is compared with what; the first rival is the one at its best.
+PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
+    "reduction": (
+        *(("hf_parallel", other) for other in ("ddp_tuned", "ddp", "one")),
+        ("ddp_twin", "ddp_tuned"),
+    ),
+    "zero 1": (("hf_parallel_zero", "zero_redundancy"),),
 }
+KINDS = {kind: tuple(dict.fromkeys(name for pair in pairs for name in pair)) for kind, pairs in PAIRS.items()}
 SIZES = {7: (256, 6, 4096), 28: (512, 6, 8192), 99: (768, 10, 17408)}  # 1e6 parameters -> hidden, blocks, vocabulary
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a run. `microbatches` is the number of rows on each rank."""
+    """Sizes of a run. `microbatches` is the number of rows on each rank, `copies` how often the models are made anew."""
 
     microbatches: tuple[int, ...] = (1, 4)
     rounds: int = 15
+    copies: int = 3
     steps: int = 2
     sizes: tuple[tuple[int, int, int], ...] = tuple(SIZES.values())
     length: int = 64
@@ -140,42 +149,56 @@ def worker(rank: int, settings: Settings) -> list[dict[str, Any]]:
     for kind, names in KINDS.items():
         for size in settings.sizes:
             for bucket_mb in settings.bucket_mb:
-                bench = Bench(rank, settings, kind, size, bucket_mb)
-                for rows in settings.microbatches:
-                    # The first pass only watches in which order gradients come; the second is like all others.
-                    for _ in range(2):
-                        facts = {n: (bench.sample(n, rows, -1).loss, bench.norm(n)) for n in names}
-                    check_agreement({name: facts[name] for name in names if name != "one"}, names[1])
-                samples = all_samples(names, settings.microbatches, lambda rows: settings.rounds, bench.sample)
+                samples: list[Sample] = []
+                for copy in range(settings.copies):
+                    bench = Bench(rank, settings, kind, size, bucket_mb)
+                    warm_up(bench, names)
+                    first, end = (settings.rounds * at // settings.copies for at in (copy, copy + 1))
+                    samples += all_samples(
+                        names,
+                        settings.microbatches,
+                        lambda rows, count=end - first: count,
+                        lambda name, rows, number, bench=bench, first=first: bench.sample(name, rows, first + number),
+                    )
+                    parameters = bench.parameters
+                    del bench
+                    gc.collect()  # the models of DDP are in cycles
                 found.append({
                     "kind": kind,
-                    "parameters": bench.parameters,
+                    "parameters": parameters,
                     "bucket_mb": bucket_mb,
                     "samples": [asdict(sample) for sample in samples],
                 })  # fmt: skip
-                del bench
-                gc.collect()  # the models of DDP are in cycles
     return found
+
+
+def warm_up(bench: Bench, names: Sequence[str]) -> None:
+    """Take the first steps of new models, and compare what they compute."""
+    for rows in bench.settings.microbatches:
+        # The first pass only watches in which order gradients come; the second is like all others.
+        for _ in range(2):
+            facts = {name: (bench.sample(name, rows, -1).loss, bench.norm(name)) for name in names}
+        check_agreement({name: facts[name] for name in names if name != "one"}, names[1])
 
 
 def rows_of(found: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
     """One row for each number of rows in a batch and each rival."""
     rows, samples = [], [Sample(**sample) for sample in found["samples"]]
-    ours, *others = KINDS[found["kind"]]
     for count in settings.microbatches:
         rounds = Rounds.of(samples, count, settings.foreign)
-        for other in others:
-            ratios = sorted(group[ours].seconds / group[other].seconds for group in rounds.used)
+        for timed, other in PAIRS[found["kind"]]:
+            ratios = sorted(group[timed].seconds / group[other].seconds for group in rounds.used)
             rows.append({
                 "parameters": found["parameters"],
                 "bucket_mb": found["bucket_mb"],
                 "rows": count,
+                "timed": timed,
                 "rival": other,
-                "seconds": rounds.median(lambda g: g[ours].seconds) / settings.steps,
+                "seconds": rounds.median(lambda g, n=timed: g[n].seconds) / settings.steps,
                 "rival_seconds": rounds.median(lambda g, n=other: g[n].seconds) / settings.steps,
-                "ratio": rounds.median(lambda g, n=other: g[ours].seconds / g[n].seconds),
+                "ratio": rounds.median(lambda g, n=timed, o=other: g[n].seconds / g[o].seconds),
                 "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
-                "cpu_ratio": rounds.median(lambda g, n=other: g[ours].cpu / g[n].cpu),
+                "cpu_ratio": rounds.median(lambda g, n=timed, o=other: g[n].cpu / g[o].cpu),
                 "foreign_cores": rounds.foreign,
                 "clean": rounds.clean,
                 "verdict": rounds.verdict,
@@ -184,17 +207,21 @@ def rows_of(found: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
 
 
 NAMES = {
+    "hf_parallel": "hf_parallel",
+    "hf_parallel_zero": "hf_parallel, ZeRO 1",
     "ddp": "DDP",
     "ddp_tuned": "DDP, bucket views, static graph",
+    "ddp_twin": "the same DDP once more",
     "one": "no exchange",
-    "zero_redundancy": "the same DDP and ZeroRedundancyOptimizer (ours: ZeRO 1)",
+    "zero_redundancy": "the same DDP and ZeroRedundancyOptimizer",
 }
 HEAD = (
     "1e6 parameters",
     "bucket MiB",
     "rows",
+    "timed",
     "against",
-    "ours ms",
+    "ms",
     "its ms",
     "ratio (quartiles)",
     "CPU",
@@ -207,7 +234,8 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row as text."""
     low, high = row["quartiles"]
     return (
-        *(f"{row['parameters'] / 1e6:.1f}", f"{row['bucket_mb']:g}", str(row["rows"]), NAMES[row["rival"]]),
+        *(f"{row['parameters'] / 1e6:.1f}", f"{row['bucket_mb']:g}", str(row["rows"])),
+        *(NAMES[row["timed"]], NAMES[row["rival"]]),
         *(f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['rival_seconds']:.1f}"),
         *(f"{row['ratio']:.3f} ({low:.3f} .. {high:.3f})", f"{row['cpu_ratio']:.3f}"),
         *(row["verdict"], f"{row['foreign_cores']:.2f}"),
@@ -222,7 +250,14 @@ def main() -> None:
     given = parser.parse_args()
     shared: dict[str, Any] = {"foreign": given.foreign, "quiet_budget": given.quiet_budget}
     if given.smoke:
-        tiny: dict[str, Any] = {"sizes": ((64, 1, 64),), "length": 8, "steps": 1, "rounds": 2, "quiet_budget": 0.0}
+        tiny: dict[str, Any] = {
+            "sizes": ((64, 1, 64),),
+            "length": 8,
+            "steps": 1,
+            "rounds": 2,
+            "copies": 2,
+            "quiet_budget": 0.0,
+        }
         settings = Settings(microbatches=(1,), bucket_mb=(25.0, 0.05), **{**shared, **tiny})
     else:
         chosen = tuple(given.microbatches or Settings.microbatches)

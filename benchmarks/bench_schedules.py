@@ -10,7 +10,7 @@ bubble at the mean times of the same run's actions, by stage and kind.
 Cuts: a Llama with a large vocabulary, cut by hf_parallel's own discovery and partition: evenly, balanced by counted costs,
 and balanced by measured ones where that is another cut.
 
-All samples of a part are taken in rotating order within one run and compared by the median of paired ratios (see timing.py
+All samples of a part are taken in changing order within one run and compared by the median of paired ratios (see timing.py
 for the guard against other load).
 """
 

@@ -33,7 +33,7 @@ from results_page import markdown_table, write_section
 from rich.console import Console
 from rich.table import Table
 from slow_network import SlowNetwork, exit_on_signals, run_ranks_on, sent
-from timing import llama_config, parser_of, rotated, write_report
+from timing import llama_config, parser_of, shuffled, write_report
 
 
 NODES, RANKS = 2, 4
@@ -137,12 +137,12 @@ def train(case: Case, way: Mapping[str, Any], settings: Settings, folder: str) -
 
 
 def worker(settings: Settings, output: Path) -> None:
-    """One rank: all cases and ways in rotating order; each node's first rank writes what it saw."""
+    """One rank: all cases and ways in changing order; each node's first rank writes what it saw."""
     torch.set_num_threads(1)
     found: list[dict[str, Any]] = []
     for number in range(settings.rounds):
         for name, case in CASES.items():
-            for way in rotated(list(case.ways), number):
+            for way in shuffled(list(case.ways), number):
                 with tempfile.TemporaryDirectory() as folder:
                     row = train(case, case.ways[way], settings, folder)
                 found.append({"case": name, "way": way, "round": number, **row})

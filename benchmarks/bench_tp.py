@@ -6,7 +6,7 @@
 Speed: a Llama of each size trains on two gloo ranks with one thread each; a step is forward, backward and AdamW. ``native``
 is transformers' tensor parallelism, applied to an instantiated model; ``one`` is the same model in one process with one
 thread while the other rank waits. Step time is from one barrier to the next, CPU time is that of both ranks together. Loss
-and gradient norm of the variants are compared before anything is timed. Samples are taken in rotating order within one
+and gradient norm of the variants are compared before anything is timed. Samples are taken in changing order within one
 run and compared by the median of paired ratios (see timing.py for the guard against other load).
 
 Memory: a dispatch mode follows every storage that an operation of one training step returns, from its creation until it

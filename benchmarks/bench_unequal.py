@@ -6,7 +6,7 @@
 Two gloo ranks with one thread each, each on a core of its own. A process that computes without end shares the core of rank 1,
 which so has about half of it. The speeds are measured as `pipeline.rank_speed: auto` does.
 
-All samples are taken in rotating order within one run and compared by the median of paired ratios (see timing.py). The load
+All samples are taken in changing order within one run and compared by the median of paired ratios (see timing.py). The load
 on rank 1 is not counted as foreign.
 """
 

@@ -5,7 +5,7 @@
 
 The network is the kernel's: namespaces with shaped links (see slow_network.py), and the bytes are those that the cards of
 the nodes counted, headers and acknowledgements included. The model has many parameters and little to compute, so that
-the network decides. All ways take turns within one run, in rotating order.
+the network decides. All ways take turns within one run, in changing order.
 
 `formula` is what the collectives should send, without headers; `limit` is the counted bytes over the rate of the link, and
 `bound` the limit + the step without communication + the time in codecs. Bytes mean the same under any load; times do
@@ -34,7 +34,7 @@ from results_page import markdown_table, write_section
 from rich.console import Console
 from rich.table import Table
 from slow_network import HEADER_BYTES, SlowNetwork, exit_on_signals, run_ranks_on, sent
-from timing import Rounds, Sample, busy_seconds, parser_of, rotated, wait_for_quiet, write_report
+from timing import Rounds, Sample, busy_seconds, parser_of, shuffled, wait_for_quiet, write_report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -271,7 +271,7 @@ def worker(layout: str, settings: Settings, folder: Path) -> None:
         bench.steps(name, settings.warmup)
     samples, end = [], time.monotonic() + settings.seconds / 2
     for number in range(settings.rounds):
-        samples += [bench.sample(name, number) for name in rotated(list(bench.ways), number)]
+        samples += [bench.sample(name, number) for name in shuffled(list(bench.ways), number)]
         late = torch.tensor(float(time.monotonic() > end))
         dist.all_reduce(late)
         if late:

@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -136,10 +137,13 @@ def wait_for_quiet(limit: float, foreign: float) -> float:
     return time.monotonic() - start
 
 
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return the names in an order that starts one further each round."""
-    shift = number % len(names)
-    return [*names[shift:], *names[:shift]]
+def shuffled(names: Sequence[str], number: int) -> list[str]:
+    """Return the names in the order of a round: by chance, alike on all ranks, and in the next round the other way.
+
+    What ran just before changes a step, by memory and caches: an order that only starts elsewhere keeps the neighbours.
+    """
+    order = random.Random(number // 2).sample(names, len(names))
+    return order[::-1] if number % 2 else order
 
 
 def all_samples(
@@ -148,13 +152,13 @@ def all_samples(
     rounds: Callable[[int], int],
     sample: Callable[[str, int, int], Sample],
 ) -> list[Sample]:
-    """Return one sample of every variant, number of microbatches and round; the order of the variants rotates."""
+    """Return one sample of every variant, number of microbatches and round; each round has its order."""
     return [
         sample(variant, count, number)
         for number in range(max(map(rounds, microbatches)))
         for count in microbatches
         if number < rounds(count)
-        for variant in rotated(variants, number)
+        for variant in shuffled(variants, number)
     ]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from timing import rotated
+from timing import shuffled
 
 from gpu_proof_parts.ranks import Setting, launch
 from gpu_proof_parts.training import SMALL, TINY, Run, train
@@ -21,7 +21,7 @@ def rounds(rank: int, world_size: int, setting: Setting, count: int) -> list[dic
     """What each variant found in each round; the first round, in which kernels are chosen, is left out."""
     size, found = TINY if setting.is_tiny else SMALL, []
     for number in range(-1, count):
-        names = rotated(list(VARIANTS), number + 1)
+        names = shuffled(list(VARIANTS), number + 1)
         ran = {name: dataclasses.asdict(train(setting, size, Run(VARIANTS[name]))) for name in names}
         if number >= 0:
             found.append(ran)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from timing import ENOUGH_ROUNDS, Rounds, Sample, check_agreement, rotated  # noqa: E402
+from timing import ENOUGH_ROUNDS, Rounds, Sample, check_agreement, shuffled  # noqa: E402
 
 
 pytestmark = pytest.mark.long
@@ -141,8 +141,14 @@ def test_one_unclean_sample_makes_its_round_unclean() -> None:
     assert [group["a"].round for group in Rounds.of(given, 4, 0.15).used] == [1, 2, 3]
 
 
-def test_the_order_rotates_and_variants_that_differ_are_refused() -> None:
-    assert [rotated("abc", number) for number in range(4)] == [list(s) for s in ("abc", "bca", "cab", "abc")]
+def test_every_second_order_is_the_other_way_and_neighbours_change() -> None:
+    orders = ["".join(shuffled("abc", number)) for number in range(20)]
+    assert all(second == first[::-1] for first, second in zip(orders[::2], orders[1::2], strict=True))
+    assert {order[at : at + 2] for order in orders for at in (0, 1)} == {"ab", "ba", "ac", "ca", "bc", "cb"}
+    assert orders == ["".join(shuffled("abc", number)) for number in range(20)]
+
+
+def test_variants_that_differ_are_refused() -> None:
     check_agreement({"a": (1.0, None), "b": (1.00001, 2.0)}, "a")
     with pytest.raises(RuntimeError, match="variant b gives"):
         check_agreement({"a": (1.0,), "b": (1.1,)}, "a")
@@ -240,9 +246,10 @@ def namespaces() -> list[str]:
 def test_the_benchmark_of_the_reducer_runs_and_both_reduce_to_the_same_gradients(tmp_path: Path) -> None:
     report = run("bench_reducer.py", tmp_path / "report.json")
     rivals = ("ddp_tuned", "ddp", "one")
-    expected = [(size, rival) for size in (25.0, 0.05) for rival in rivals]
-    expected += [(size, "zero_redundancy") for size in (25.0, 0.05)]
-    assert [(row["bucket_mb"], row["rival"]) for row in report["rows"]] == expected
+    pairs = [*(("hf_parallel", rival) for rival in rivals), ("ddp_twin", "ddp_tuned")]
+    expected = [(size, *pair) for size in (25.0, 0.05) for pair in pairs]
+    expected += [(size, "hf_parallel_zero", "zero_redundancy") for size in (25.0, 0.05)]
+    assert [(row["bucket_mb"], row["timed"], row["rival"]) for row in report["rows"]] == expected
     assert all(min(row["seconds"], row["rival_seconds"]) > 0 for row in report["rows"])
 
 
