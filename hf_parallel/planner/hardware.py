@@ -145,7 +145,7 @@ class Cluster:
 
     @property
     def regained(self) -> float:
-        """Share of idle time that is won back because idle ranks free cores for busy ones, 0 to 1."""
+        """Share of idle time that is won back because idle ranks free cores for busy ones, 0 to 2."""
         return 0.0
 
     @property

@@ -70,10 +70,10 @@ class MeasuredCluster(Cluster):
 
     @property
     def regained(self) -> float:
-        """Share of idle time that is won back because idle ranks free cores for busy ones, 0 to 1."""
+        """As in `Cluster`: above 1 where ranks crowd each other out of caches, so that half of them do more than half."""
         found = self.calibration
         part = found.half_block_s / found.blocks_s[BLOCK_ROWS.index(HALF_ROWS)]
-        return min(1.0, max(0.0, 2 * (1 - part))) if part else 0.0
+        return max(0.0, 2 * (1 - part)) if part else 0.0
 
     def constants(self, tokens: float) -> Constants:
         """The constants of the fit on published runs, with the measured ones in their place."""

@@ -94,18 +94,21 @@ def test_every_rate_of_attention_is_the_measured_one() -> None:
 def test_ranks_that_wait_leave_the_others_what_they_share() -> None:
     """Rates are measured with all ranks at once: where half of them compute twice as fast, a pipeline's waiting is hidden."""
     layout = {"pp": 2, "num_microbatches": 2, "dtype": "fp32"}
-    alike, faster, twice = (
+    alike, faster, twice, more = (
         predict(
             CONFIG,
             MeasuredCluster(1, 2, "cpu", calibration=dataclasses.replace(REPORT, half_block_s=seconds)),
             layout,
             seq_len=128,
         )
-        for seconds in (0.25, 0.1875, 0.125)
+        for seconds in (0.25, 0.1875, 0.125, 0.1)
     )
     assert alike.bubble > 0.2
     assert twice.bubble == pytest.approx(0, abs=1e-9)
     assert faster.step_s == pytest.approx((alike.step_s + twice.step_s) / 2)
+    # Ranks that crowd each other's caches lose more than their part of the cores: with half of them, more is done in all.
+    assert alike.step_s - more.step_s == pytest.approx(1.2 * (alike.step_s - twice.step_s))
+    assert more.bubble == 0.0
 
 
 def test_the_optimizer_takes_its_measured_time() -> None:
