@@ -52,7 +52,7 @@ def install_generate(engine: Engine) -> None:
         with contextlib.ExitStack() as stack:
             if isinstance(engine, PipelineEngine):
                 kwargs = _without_cache(engine, kwargs)
-                stack.enter_context(engine.predicting(loss_only=False, needs_logits=True, ignored=()))
+                stack.enter_context(engine.outputs.predicting(loss_only=False, needs_logits=True, ignored=()))
             if base is not engine.model and (shares_parameters or isinstance(engine, PipelineEngine)):
                 stack.enter_context(_routed(engine, base))
             return own(*args, **kwargs)

@@ -193,6 +193,21 @@ class Engine:
         finally:
             self._holds_back = before
 
+    @contextlib.contextmanager
+    def in_model(self, activity: str = "") -> Iterator[None]:
+        """Inside, code of the model runs, and none of the user's.
+
+        Args:
+            activity: Activity in every step, as in `Watchdog.engaged`.
+        """
+        with (
+            set_aside(*self.watching),
+            self.attachment.watchdog.engaged(activity),
+            self.gradients.replicas.forward(),
+            in_lockstep(self.model),
+        ):
+            yield
+
     def install(self) -> None:
         """Replace the instance's forward; its signature stays that of the genuine one (the Trainer inspects it)."""
         engine = self
@@ -202,12 +217,7 @@ class Engine:
             engine.part_hooks.check()
             # A rank may evaluate or generate by itself for long, while the others wait for its next step.
             trains = engine.model.training and torch.is_grad_enabled()
-            with (
-                set_aside(*engine.watching),
-                engine.attachment.watchdog.engaged("runs the forward pass" if trains else ""),
-                engine.gradients.replicas.forward(),
-                in_lockstep(engine.model),
-            ):
+            with engine.in_model("runs the forward pass" if trains else ""):
                 return engine.run(args, kwargs)
 
         # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.
