@@ -185,8 +185,8 @@ class Session:
         """Cut and shard a model for inference beside the trained one, once; collective. None where it stays whole on every rank.
 
         Args:
-            model: It.
-            first: The other one, if it is known already.
+            model: The model for inference.
+            first: The model that is trained, if it is known already.
             device: Device of the model.
 
         Raises:
