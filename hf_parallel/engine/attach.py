@@ -14,7 +14,8 @@ from hf_parallel.engine.plan.held import held_tensors, places_of
 from hf_parallel.engine.plan.plans import Plans
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.plan.stages import Cut
-from hf_parallel.engine.run.direct import Attachment, DirectEngine, Engine
+from hf_parallel.engine.run.direct import DirectEngine
+from hf_parallel.engine.run.engine import Attachment, Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.engine.transform import Stages
 from hf_parallel.guards.calls.part_hooks import PartHooks

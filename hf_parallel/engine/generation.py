@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import CACHES
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.random_streams import generators_of

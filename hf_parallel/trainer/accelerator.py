@@ -23,7 +23,7 @@ from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, pr
 from hf_parallel.compat.private_optimizers import loss_scale, scaler_of_group
 from hf_parallel.compat.private_torch import set_aside
 from hf_parallel.engine.gradients.optimizer_guard import OptimizerGuard
-from hf_parallel.engine.run.direct import Autocast, Engine
+from hf_parallel.engine.run.engine import Autocast, Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.guards.gradients.direct import through_stages

@@ -10,7 +10,7 @@ from hf_parallel.checkpoints.state.training_state import Holdings
 from hf_parallel.checkpoints.weights.adapters import has_adapters, load_adapters
 from hf_parallel.checkpoints.weights.converted import conversion_of
 from hf_parallel.checkpoints.weights.gather import load_weights
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.settings.config import HFParallelConfig
 

@@ -31,7 +31,7 @@ from hf_parallel.checkpoints.state.training_state import (
 )
 from hf_parallel.checkpoints.weights.gather import check_config
 from hf_parallel.compat.private_accelerate import prepared_by
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.errors import CheckpointError
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.mesh.shape import MeshShape

@@ -23,7 +23,7 @@ from hf_parallel.checkpoints.weights.adapters import gather_adapters, has_adapte
 from hf_parallel.checkpoints.weights.gather import WEIGHTS, gather_tensors
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
 from hf_parallel.data_parallel.fsdp_parts import local_of, rows_of
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import Meeting
 from hf_parallel.guards.weights.state_dicts import mark_parts

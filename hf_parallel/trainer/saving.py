@@ -31,7 +31,7 @@ from hf_parallel.trainer.user_code import is_users_function, overrides
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
-    from hf_parallel.engine.run.direct import Engine
+    from hf_parallel.engine.run.engine import Engine
     from hf_parallel.engine.session import Session
     from hf_parallel.trainer.accelerator import HFParallelAccelerator
 

@@ -12,7 +12,7 @@ from accelerate.state import GradientState
 from torch import Tensor
 
 from hf_parallel.engine.gradients.optimizer_guard import OptimizerGuard
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Work

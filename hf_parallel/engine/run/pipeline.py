@@ -24,7 +24,7 @@ from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.run.asynchronous import AsynchronousRun
 from hf_parallel.engine.run.autograd_nodes import loss_node
-from hf_parallel.engine.run.direct import Attachment, Engine
+from hf_parallel.engine.run.engine import Attachment, Engine
 from hf_parallel.engine.run.last_stage import logits_in
 from hf_parallel.engine.run.microbatch_loss import LossFunction, MicrobatchLoss
 from hf_parallel.engine.run.pipeline_guards import PipelineGuards

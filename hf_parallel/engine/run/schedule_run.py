@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.engine.run.autograd_nodes import loss_node
-from hf_parallel.engine.run.direct import Attachment
+from hf_parallel.engine.run.engine import Attachment
 from hf_parallel.engine.run.last_stage import LastStage
 from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.engine.run.other_outputs import Caught
