@@ -45,7 +45,7 @@ from hf_parallel import HFParallelPlugin
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.engine.gradients.changed_parts import ChangedParts
 from hf_parallel.engine.gradients.optimizer_states import OptimizerStates
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss
 from hf_parallel.guards.calls import batches
 from hf_parallel.guards.calls.backwards import Backwards

@@ -120,7 +120,7 @@ class Packer:
         pool: Gives the buffers.
         flagged: Append one number a parameter that tells whether it had a gradient.
         beside: Numbers f[num_beside] that are sent behind the first bucket.
-        num_beside: How many.
+        num_beside: Count of these numbers.
 
     Attributes:
         factor: Factor for the gradients of buckets whose first one moves from now on.

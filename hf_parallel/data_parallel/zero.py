@@ -115,8 +115,8 @@ class ZeroPartition:
         self._overlap = self._overlap_of(traffic)
         self.late: LateGather | None = None
         self.absent_names: frozenset[str] = frozenset()
-        self.drops = 0  # a digest of the gradients that user code has dropped before steps until now
         self._dropped: frozenset[str] = frozenset()  # those of them that user code has dropped
+        self.drops = 0
         # Optimizer copies on another device are updated only if the fingerprint of the parameters has changed.
         self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
         self._prints = self._fingerprints()

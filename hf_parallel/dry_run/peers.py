@@ -56,7 +56,7 @@ def place_of(accelerate: Mapping[str, Any], given: Mapping[str, Any]) -> Place:
     size, rank, port = (1 if size is None else size), (0 if rank is None else rank), (29500 if port is None else port)
     if not isinstance(size, int) or size < 2:
         raise ConfigError(
-            f"num_machines={spelled(size)}: there are no other machines. Set num_machines to their number."
+            f"num_machines={spelled(size)}: there are no other machines. Set num_machines to the number of machines that take part."
         )
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise ConfigError(

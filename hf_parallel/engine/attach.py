@@ -14,8 +14,9 @@ from hf_parallel.engine.plan.held import held_tensors, places_of
 from hf_parallel.engine.plan.plans import Plans
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.plan.stages import Cut
-from hf_parallel.engine.run.direct import Attachment, DirectEngine, Engine
-from hf_parallel.engine.run.pipeline_reads import ReadingPipelineEngine
+from hf_parallel.engine.run.direct import DirectEngine
+from hf_parallel.engine.run.engine import Attachment, Engine
+from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.engine.transform import Stages
 from hf_parallel.guards.calls.part_hooks import PartHooks
 from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
@@ -102,7 +103,7 @@ def _replica_settings(setup: Setup, sharded: ShardedModel | None, *, overlaps: b
     )
 
 
-def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> ReadingPipelineEngine:
+def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> PipelineEngine:
     mesh, watchdog, schedule = attachment.mesh, attachment.watchdog, cut.schedule
     kind, device = schedule.settings.transport, attachment.device
     backend = "gloo" if kind == "host" and device.type != "cpu" else None
@@ -123,7 +124,7 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Readin
         ),
         weights=stages.weights,
     )
-    return ReadingPipelineEngine(
+    return PipelineEngine(
         attachment,
         runtime,
         programs=Programs(schedule, mesh.pp_rank),

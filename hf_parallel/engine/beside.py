@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_parallel.checkpoints.weights.unread import unread_of
 from hf_parallel.engine.parallelize import parallelize
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.engine.run.pipeline_inputs import REFUSED, unserved_outputs
 from hf_parallel.errors import ConfigError, PlanError, UnsupportedError

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import CACHES
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.random_streams import generators_of
@@ -52,7 +52,7 @@ def install_generate(engine: Engine) -> None:
         with contextlib.ExitStack() as stack:
             if isinstance(engine, PipelineEngine):
                 kwargs = _without_cache(engine, kwargs)
-                stack.enter_context(engine.predicting(loss_only=False, needs_logits=True, ignored=()))
+                stack.enter_context(engine.outputs.predicting(loss_only=False, needs_logits=True, ignored=()))
             if base is not engine.model and (shares_parameters or isinstance(engine, PipelineEngine)):
                 stack.enter_context(_routed(engine, base))
             return own(*args, **kwargs)

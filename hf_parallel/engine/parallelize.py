@@ -26,7 +26,7 @@ from hf_parallel.engine.plan.self_check import check_plans
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.plan.share_rows import check_rows, see_whole_rows, share_rows
 from hf_parallel.engine.plan.verdicts import Verdicts, verdicts_of
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.expected import expected
 from hf_parallel.engine.transform import (
     Stages,

@@ -19,7 +19,7 @@ from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.engine.beside import parallelize_beside
 from hf_parallel.engine.parallelize import parallelize
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting, topic_of_its_own
 from hf_parallel.hangs.watchdog import Watchdog
@@ -185,8 +185,8 @@ class Session:
         """Cut and shard a model for inference beside the trained one, once; collective. None where it stays whole on every rank.
 
         Args:
-            model: It.
-            first: The other one, if it is known already.
+            model: The model for inference.
+            first: The model that is trained, if it is known already.
             device: Device of the model.
 
         Raises:

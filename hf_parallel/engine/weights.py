@@ -117,7 +117,7 @@ def warn_of_waste(setup: Setup, ledger: Ledger) -> None:
 
 
 def _blueprint(setup: Setup) -> Blueprint | None:
-    """Make the stand-in for a model whose weights are read after the cut; None, with a warning, if they must be read before."""
+    """The blueprint of a model whose weights are read after the cut; None, with a warning, if they must be read before."""
     config = setup.config
     reason = None
     if config.pp_size > 1 and config.pipeline.costs == "measured":

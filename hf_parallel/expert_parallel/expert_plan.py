@@ -33,7 +33,7 @@ class ExpertModule:
     """A module of experts, and what each rank keeps of it.
 
     Args:
-        root: Its name.
+        root: Name of the module.
         routing: Arguments of a call that have the tokens.
         sliced: Parameter, relative to the root -> its shards.
         rewrites: Attributes that count experts.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ FAINT: Final = 0.02  # the least one: what blocks add gets lost in comparisons i
 SMALL: Final = 2**20  # elements of a model that costs next to nothing to plan and check as it is
 TEXT: Final = frozenset({"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"})
 IDS: Final = ("input_ids", "labels")
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +78,33 @@ def narrow_model(model: nn.Module, stack: str, sample: Mapping[str, Any], *, par
     config = _config_of(model)
     if not (isinstance(config, PretrainedConfig) and _is_wide(model)):
         return None
-    for made in narrow_configs(config, parts=parts):
+
+    def judged(made: PretrainedConfig) -> tuple[nn.Module, int, Record | None] | None:
+        narrow = _built(model, made)
+        if not has_shapes_of(narrow, model, _ratios(made, config)):
+            return None
+        return narrow, made.get_text_config().vocab_size, forward_if_alike(narrow, model, stack, sample)
+
+    narrow, vocab_size, record = first_narrow(config, judged, parts=parts) or (model, 0, None)
+    return None if record is None else Narrow(narrow, vocab_size, record)
+
+
+def first_narrow(
+    config: PretrainedConfig, judge: Callable[[PretrainedConfig], T | None], *, parts: int = 1, vocabulary: bool = True
+) -> T | None:
+    """The first result of `judge` on narrower configs, the narrowest first; None where it accepts none.
+
+    Args:
+        config: Config of the wide model.
+        judge: Makes a model of a narrower config and compares it with the wide one; None, or an error, if they are not alike.
+        parts: See `narrow_configs`.
+        vocabulary: See `narrow_configs`.
+    """
+    for made in narrow_configs(config, parts=parts, vocabulary=vocabulary):
         with suppress(Exception):  # a config may insist on widths in any way, and code may need values
-            narrow = _built(model, made)
-            if not has_shapes_of(narrow, model, _ratios(made, config)):
-                continue
-            record = forward_if_alike(narrow, model, stack, sample)
-            return None if record is None else Narrow(narrow, made.get_text_config().vocab_size, record)
+            found = judge(made)
+            if found is not None:
+                return found
     return None
 
 
@@ -125,9 +147,9 @@ def has_shapes_of(narrow: nn.Module, wide: nn.Module, ratios: frozenset[int] | N
     """Whether both have the same parameters and buffers, tied alike, but for widths that are multiples.
 
     Args:
-        narrow: The one model.
-        wide: The other.
-        ratios: Multiples by which a width may differ from the other; None: any number. A width that is put together of
+        narrow: The narrow model.
+        wide: The wide model.
+        ratios: Multiples by which a width of the wide model may be larger; None: any number. A width that is put together of
             parts is a multiple by one of these only if each of its parts is.
     """
     here, there = _tensors(narrow), _tensors(wide)

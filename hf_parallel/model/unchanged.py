@@ -46,6 +46,18 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_mode(model: nn.Module, *, trains: bool) -> Iterator[None]:
+    """Inside, a model and all of its modules are in training or in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(trains)
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Undo what a forward leaves behind: random state, buffers, what modules have as plain attributes, in containers and in objects of
     user code, and what it wrote to configs (the loss of a classifier writes down what labels it has met).

@@ -38,7 +38,7 @@ class Span(NamedTuple):
         number: Number of the stage, or of the bucket; -1 if there is none.
         microbatch: Number of the microbatch; -1 if there is none.
         start: Seconds on this rank's clock.
-        end: The same.
+        end: Seconds on the same clock.
     """
 
     kind: str

@@ -118,7 +118,7 @@ class Event:
 
     Args:
         order: Position among what passed, in the order of one process.
-        module: Its name.
+        module: Name of the module.
         batch: Batch of the step, from 0.
         microbatch: Microbatch of the batch, from 0.
         kind: forward, output_gradient or input_gradient.

@@ -21,7 +21,7 @@ from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.fsdp_parts import first_row_of, local_of
 from hf_parallel.guards.gradients.shown import plain_of
 from hf_parallel.proof.optimizer_settings import file_of, settings_of
-from hf_parallel.trainer.loop_state import holdings_of
+from hf_parallel.trainer.holdings import holdings_of
 
 
 RUN = "run.json"
@@ -126,7 +126,8 @@ class Recorder(TrainerCallback):
 
     def _holdings(self) -> Holdings | None:
         accelerator: Any = self.trainer.accelerator  # type: ignore[union-attr]
-        return holdings_of(accelerator) if getattr(accelerator, "hf_parallel", None) is not None else None
+        session = getattr(accelerator, "hf_parallel", None)
+        return None if session is None else holdings_of(accelerator.hf_parallel_engine, session.config)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         model: Any = self.trainer.model  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ class Passed:
     """A tensor that passed through a module in one call.
 
     Args:
-        module: Its name.
+        module: Name of the module.
         call: Number of the module's forward, from 0.
         kind: forward (its output), output_gradient or input_gradient.
         order: Position in the order of all that passed in this process.

@@ -148,8 +148,8 @@ def fp16_ahead(schedule: str, precision: object, asked: str, fix: str) -> list[s
     """The problem of a loss scale with an asynchronous schedule, if both are asked for.
 
     Args:
-        schedule: Its name.
-        precision: The one asked for; 'fp16' in any case of letters.
+        schedule: Name of the schedule.
+        precision: Precision that is asked for; 'fp16' in any case of letters.
         asked: Beginning of the message: where and how fp16 is asked for.
         fix: Thing to do instead.
     """

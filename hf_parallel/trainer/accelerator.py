@@ -22,7 +22,8 @@ from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
 from hf_parallel.compat.private_optimizers import loss_scale, scaler_of_group
 from hf_parallel.compat.private_torch import set_aside
-from hf_parallel.engine.run.direct import Autocast, Engine
+from hf_parallel.engine.gradients.optimizer_guard import OptimizerGuard
+from hf_parallel.engine.run.engine import Autocast, Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.guards.gradients.direct import through_stages
@@ -182,12 +183,13 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if is_prepared(optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         self.hf_parallel.refuse_foreign(optimizer)
-        hooks = self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
+        engine = self.hf_parallel_engine
+        guard = OptimizerGuard(optimizer, engine.gradients, engine.model)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = HFParallelOptimizer
             prepared.watchdog = self.hf_parallel.watchdog
-            prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
+            prepared.gradients, prepared.own_hooks = engine.gradients, guard.own_hooks
             config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
             prepared.replicas = None if config.local_sgd.sync_every > 1 else self.hf_parallel.mesh.dp_group
             prepared.is_part = shape.mp_size * shape.ep_size > 1 or (shape.num_copies > 1 and config.zero.stage > 0)

@@ -43,10 +43,10 @@ from hf_parallel.checkpoints.state.shared import Claim, require_shared
 from hf_parallel.checkpoints.state.small import SCHEDULER
 from hf_parallel.checkpoints.state.training_state import TENSORS, Snapshot, snapshot, write_snapshot
 from hf_parallel.checkpoints.weights.gather import tensor_names
-from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.settings.sections import CheckpointConfig
+from hf_parallel.trainer.holdings import dropout_step
 from hf_parallel.trainer.restarts import RestartMixin
 from hf_parallel.trainer.user_code import answers
 
@@ -318,9 +318,8 @@ class CheckpointMixin(RestartMixin):
         if not self._hf_parallel_checkpoints:
             stock(output_dir)
             return
-        folder, holdings, engine = Path(output_dir), self._holdings(), self._engine
+        folder, holdings, step = Path(output_dir), self._holdings(), dropout_step(self._engine)
         self._hf_parallel_state_saved = True
-        step = engine.seeds.step if isinstance(engine, PipelineEngine) else None
         with self._waiting("waits for the other ranks to collect the training state"):
             taken = snapshot(folder, holdings, self._bare_optimizer(), step)
             scheduler = taken.groups.whole(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.weights import alike_on_replicas
 from hf_parallel.guards.weights.drift import refuse_drift
 

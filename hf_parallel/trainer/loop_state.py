@@ -24,23 +24,20 @@ from hf_parallel.checkpoints.agree import everyone, together
 from hf_parallel.checkpoints.folders import STAGING, FileRecord, files_of, record
 from hf_parallel.checkpoints.state.groups import of_these_groups
 from hf_parallel.checkpoints.state.training_state import (
-    Holdings,
     load_training_state,
     rng_source,
     snapshot,
     write_snapshot,
 )
-from hf_parallel.checkpoints.weights.adapters import has_adapters, load_adapters
-from hf_parallel.checkpoints.weights.converted import conversion_of
-from hf_parallel.checkpoints.weights.gather import check_config, load_weights
+from hf_parallel.checkpoints.weights.gather import check_config
 from hf_parallel.compat.private_accelerate import prepared_by
-from hf_parallel.engine.run.direct import Engine
-from hf_parallel.engine.run.pipeline import PipelineEngine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.errors import CheckpointError
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.drift import refuse_drift_of
+from hf_parallel.trainer.holdings import dropout_step, holdings_of, load_held_weights, resume_dropout
 from hf_parallel.trainer.model_folder import whole_state, write_model
 from hf_parallel.trainer.prepared import bare_optimizer
 
@@ -50,15 +47,6 @@ LISTING = "hf_parallel_state.json"
 PARTS = "parts.pt"
 FORMAT = 1
 OURS = re.compile(r"parts\.pt|rank_[0-9]+\.pt|custom_checkpoint_[0-9]+\.pkl|training_state.*|optimizer_[0-9]+")
-
-
-def holdings_of(accelerator: HFParallelAccelerator) -> Holdings:
-    """The parts of the run that this rank holds."""
-    engine, config = accelerator.hf_parallel_engine, accelerator.hf_parallel.config
-    attachment, replicas = engine.attachment, engine.gradients.replicas
-    compression = config.gradient_compression if replicas.local is None else config.local_sgd.compression
-    held = attachment.parameters, attachment.buffers
-    return Holdings(attachment.ledger, attachment.mesh, *held, replicas, compression)
 
 
 def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replaces: bool) -> None:
@@ -88,7 +76,7 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
     _write_weights(accelerator, engine, folder, staging)
-    step = engine.seeds.step if isinstance(engine, PipelineEngine) else None
+    holdings, step = holdings_of(engine, accelerator.hf_parallel.config), dropout_step(engine)
     prepared = prepared_by(accelerator)
     schedulers = [scheduler.state_dict() for scheduler in prepared.schedulers]
     for index, optimizer in enumerate(prepared.optimizers):
@@ -96,7 +84,7 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
         with together(mesh, folder):
             part.mkdir(exist_ok=True)
         with waiting("waits for the other ranks to write the training state"):
-            taken = snapshot(part, holdings_of(accelerator), bare_optimizer(optimizer), step)
+            taken = snapshot(part, holdings, bare_optimizer(optimizer), step)
             for place in _scheduling(accelerator, optimizer):
                 schedulers[place] = taken.groups.whole(schedulers[place])
             write_snapshot(part, taken, mesh)
@@ -220,7 +208,7 @@ def load_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
         CheckpointError: The folder is incomplete, damaged or of another run; the same on every rank.
     """
     engine, mesh = accelerator.hf_parallel_engine, accelerator.hf_parallel.mesh
-    waiting, holdings = engine.attachment.watchdog.waiting, holdings_of(accelerator)
+    waiting, holdings = engine.attachment.watchdog.waiting, holdings_of(engine, accelerator.hf_parallel.config)
     with waiting("waits for the other ranks to check the state"), together(mesh, folder, writes=False):
         facts = _checked(folder, mesh, accelerator)
         check_config(folder, getattr(engine.model, "config", None)) if hasattr(engine.model, "config") else None
@@ -229,11 +217,8 @@ def load_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
     for hook in prepared.before_load:
         hook(models, str(folder))
     with waiting("waits for the other ranks to read the weights"), together(mesh, folder, writes=False):
-        if models and has_adapters(engine.model):
-            load_adapters(folder, engine.model, holdings.ledger, holdings.tensors, mesh)
-        elif models:
-            converted = conversion_of(folder, engine.model)
-            load_weights(folder, holdings.ledger, holdings.tensors, mesh, converted=converted)
+        if models:
+            load_held_weights(folder, engine.model, holdings)
         if holdings.replicas is not None:
             holdings.replicas.reloaded()
     with waiting("waits for the other ranks to read the training state"), together(mesh, folder, writes=False):
@@ -244,8 +229,7 @@ def load_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
                 if place < len(parts["schedulers"]):
                     own = prepared.schedulers[place].state_dict()
                     parts["schedulers"][place] = of_these_groups(parts["schedulers"][place], resumed.order, own)
-            if isinstance(engine, PipelineEngine) and resumed.dropout_step is not None:
-                engine.seeds.step = resumed.dropout_step
+            resume_dropout(engine, resumed.dropout_step)
         _take_common(accelerator, parts)
         saved = MeshShape(**facts["mesh"])
         _take_own(accelerator, _read(folder / f"rank_{rng_source(saved, mesh)}.pt"), saved == mesh.shape)

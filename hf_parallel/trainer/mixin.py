@@ -265,7 +265,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
             loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
             return (loss if loss is None else whole_of(loss)), *others
         default = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [cache_output()])
-        with pipeline.predicting(
+        with pipeline.outputs.predicting(
             loss_only=prediction_loss_only,
             needs_logits=not prediction_loss_only or not self._has_stock_loss(),
             ignored=default if ignore_keys is None else ignore_keys,

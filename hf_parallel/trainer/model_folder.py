@@ -23,7 +23,7 @@ from hf_parallel.checkpoints.weights.adapters import gather_adapters, has_adapte
 from hf_parallel.checkpoints.weights.gather import WEIGHTS, gather_tensors
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
 from hf_parallel.data_parallel.fsdp_parts import local_of, rows_of
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import Meeting
 from hf_parallel.guards.weights.state_dicts import mark_parts
@@ -167,7 +167,8 @@ def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting,
     meeting.meet("model.save_pretrained()")
     if streams(engine.model) and options.keys() <= {"max_shard_size", "safe_serialization", "save_function"}:
         given = {key: value for key, value in options.items() if key == "max_shard_size"}
-        _stream(engine, folder, functools.partial(save, state_dict={}), **given)
+        engine.complete_config()
+        stream_model(engine, folder, functools.partial(save, state_dict={}), writes=writes, **given)
         return None
     if options.get("path_initial_model_for_weight_conversion"):
         raise UnsupportedError(
@@ -210,19 +211,28 @@ def whole_state(engine: Engine) -> dict[str, Any]:
         return gather_tensors(attachment.ledger, held, engine.mesh)
 
 
-def _stream(engine: Engine, folder: Path, save: Callable[..., Any], **options: Any) -> None:
-    """Write all but the weights, then the weights one by one, into a staging folder inside `folder`; collective."""
+def stream_model(
+    engine: Engine, folder: Path, save_rest: Callable[[Path], Any], *, writes: bool, **options: Any
+) -> None:
+    """Write all but the weights, then the weights one by one, into a staging folder inside `folder`; collective.
+
+    Args:
+        engine: The model's engine.
+        folder: Folder to write to.
+        save_rest: Writes all but the weights into a folder.
+        writes: Whether this rank writes.
+        **options: Options of `plan_export`.
+    """
     attachment = engine.attachment
     model: Any = engine.model
     held = attachment.to_gather()
-    engine.complete_config()
-    staging, export, writes = folder / STAGING, plan_export(model, attachment.ledger, **options), engine.mesh.rank == 0
+    staging, export = folder / STAGING, plan_export(model, attachment.ledger, **options)
     waiting = attachment.watchdog.waiting
     with waiting("waits for rank 0 to prepare the folder of the model"), together(engine.mesh, folder):
         if writes:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-            save(staging)
+            save_rest(staging)
     into = staging if writes else None
     write_weights(export, into, model, attachment.ledger, held, attachment.mesh, attachment.watchdog)
     with waiting("waits for rank 0 to put the model in place"), together(engine.mesh, folder):
@@ -240,7 +250,8 @@ def write_model(engine: Engine, save: Callable[..., Any] | None, folder: Path) -
     """
     model: nn.Module = engine.model
     if save is not None and streams(model):
-        _stream(engine, folder, functools.partial(save, state_dict={}))
+        engine.complete_config()
+        stream_model(engine, folder, functools.partial(save, state_dict={}), writes=engine.mesh.rank == 0)
         return
     state = whole_state(engine) if save is None else state_to_write(engine)
     with engine.attachment.watchdog.waiting("waits for rank 0 to write the model"), together(engine.mesh, folder):

@@ -108,7 +108,7 @@ class Timed:
     """Batches of a loader, with the time that each was waited for.
 
     Args:
-        batches: It.
+        batches: Iterator of the loader.
         recorder: Takes the times.
     """
 

@@ -166,7 +166,7 @@ def refuse_memory(settings: CheckpointConfig, world_size: int, *, only_model: bo
         )
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(
-            f"checkpoint.memory_steps={every} needs {SHARED_MEMORY}, which this machine has not: memory that outlives a process. "
+            f"checkpoint.memory_steps={every} needs {SHARED_MEMORY}, which this machine does not have: memory that outlives a process. "
             f"{fix}"
         )
     if only_model:

@@ -25,13 +25,11 @@ from hf_parallel.checkpoints.state.small import (
     rng_file,
 )
 from hf_parallel.checkpoints.state.training_state import Holdings, load_training_state, rng_source
-from hf_parallel.checkpoints.weights.adapters import has_adapters, load_adapters
-from hf_parallel.checkpoints.weights.converted import conversion_of
-from hf_parallel.checkpoints.weights.gather import check_config, load_weights
-from hf_parallel.engine.run.pipeline import PipelineEngine
+from hf_parallel.checkpoints.weights.gather import check_config
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.mesh.shape import MeshShape
+from hf_parallel.trainer.holdings import holdings_of, load_held_weights, resume_dropout
 from hf_parallel.trainer.saving import SavingMixin
 from hf_parallel.trainer.state_below import passes_on
 from hf_parallel.trainer.user_code import is_users_function
@@ -48,14 +46,7 @@ class ResumeMixin(SavingMixin):
         session = self.hf_parallel_session
         if session is None:
             return self._held_alone()
-        engine = self.accelerator.attach_model(self.model)
-        attachment, config = engine.attachment, session.config
-        replicas = attachment.gradients.replicas
-        settings = config.gradient_compression if replicas.local is None else config.local_sgd.compression
-        held = attachment.parameters, attachment.buffers
-        asynchronous = engine.asynchronous if isinstance(engine, PipelineEngine) else None
-        versions = asynchronous.versions if asynchronous is not None else None
-        return Holdings(attachment.ledger, attachment.mesh, *held, replicas, settings, versions)
+        return holdings_of(self.accelerator.attach_model(self.model), session.config)
 
     def _held_alone(self) -> Holdings:
         model: nn.Module = self.accelerator.unwrap_model(self.model)
@@ -137,11 +128,7 @@ class ResumeMixin(SavingMixin):
         """Read this rank's parameters and buffers."""
         model = self.accelerator.unwrap_model(self.model)
         with self._together(folder, "read the weights", writes=False):
-            if has_adapters(model):
-                load_adapters(folder, model, holdings.ledger, holdings.tensors, holdings.mesh)
-            else:
-                converted = conversion_of(folder, model)
-                load_weights(folder, holdings.ledger, holdings.tensors, holdings.mesh, converted=converted)
+            load_held_weights(folder, model, holdings)
         if holdings.replicas is not None:
             holdings.replicas.reloaded()
 
@@ -166,8 +153,7 @@ class ResumeMixin(SavingMixin):
         with self._together(folder, "read the training state", writes=False):
             resumed = load_training_state(folder, holdings, self._bare_optimizer())
             self._load_scheduler(folder / SCHEDULER, resumed.order)
-        if isinstance(self._engine, PipelineEngine) and resumed.dropout_step is not None:
-            self._engine.seeds.step = resumed.dropout_step
+        resume_dropout(self._engine, resumed.dropout_step)
 
     def _load_scheduler(self, path: Path, order: list[int]) -> None:
         if self.lr_scheduler is None:

@@ -17,13 +17,13 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 from hf_parallel.checkpoints.agree import naming_folder, together
 from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import has_adapters
-from hf_parallel.checkpoints.weights.write import move_files, move_in, plan_export, streams, write_weights
+from hf_parallel.checkpoints.weights.write import move_files, streams
 from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.mesh.shape import MeshShape
 from hf_parallel.trainer.drift import refuse_drift_of
 from hf_parallel.trainer.flags import agree_on_flags
-from hf_parallel.trainer.model_folder import is_whole, state_to_write
+from hf_parallel.trainer.model_folder import is_whole, state_to_write, stream_model
 from hf_parallel.trainer.prepared import bare_optimizer
 from hf_parallel.trainer.user_code import is_users_function, overrides
 
@@ -31,7 +31,7 @@ from hf_parallel.trainer.user_code import is_users_function, overrides
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
-    from hf_parallel.engine.run.direct import Engine
+    from hf_parallel.engine.run.engine import Engine
     from hf_parallel.engine.session import Session
     from hf_parallel.trainer.accelerator import HFParallelAccelerator
 
@@ -142,7 +142,8 @@ class SavingMixin(Base):
             session.flags.meet("trainer.save_model()", reason="the ranks write the model together")
         self._prepare_saving()
         if streams(self.model) and not overrides(self, "_save"):
-            self._stream_folder(folder)
+            engine = self.accelerator.hf_parallel_engine
+            stream_model(engine, folder, self._save_rest, writes=self.args.should_save)
         else:
             state = self._state_to_write()
             with self._together(folder, "write the model"):
@@ -175,21 +176,9 @@ class SavingMixin(Base):
             return self.accelerator.get_state_dict(self.model)
         return state_to_write(engine)
 
-    def _stream_folder(self, folder: Path) -> None:
-        """Write a model one weight at a time, and all else as stock, into a staging folder inside `folder`; collective."""
-        attachment = self.accelerator.hf_parallel_engine.attachment
-        held = attachment.to_gather()
-        staging, export = folder / STAGING, plan_export(self.model, attachment.ledger)
-        with self._together(folder, "prepare the folder of the model"):
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True)
-                self._save(str(staging), state_dict={})
-        into = staging if self.args.should_save else None
-        write_weights(export, into, self.model, attachment.ledger, held, attachment.mesh, attachment.watchdog)
-        with self._together(folder, "put the model in place"):
-            if self.args.should_save:
-                move_in(staging, folder, export)
+    def _save_rest(self, folder: Path) -> None:
+        """Write all but the weights, as stock."""
+        self._save(str(folder), state_dict={})
 
     def _write_folder(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         """Write into a staging folder inside `folder`, then move the files over what is there, weights last."""

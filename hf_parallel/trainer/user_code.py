@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.data_parallel.fsdp import explained
 from hf_parallel.data_parallel.fsdp_parts import is_part
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.guards.calls.on_stages import OnStages
 from hf_parallel.guards.meeting import meeting_of_shards

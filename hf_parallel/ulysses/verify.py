@@ -27,6 +27,7 @@ from hf_parallel.model.copies import deep_copy, rebind_forwards
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.random_streams import generators_of
 from hf_parallel.model.samples import kind_of_output
+from hf_parallel.model.unchanged import in_mode
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
 from hf_parallel.ulysses.forward import last_position, share_forward, tokens_of
@@ -278,21 +279,17 @@ def _trained(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     """Inside, all parameters of a model, by name, are trained, without dropout, and whoever draws (NEFTune) draws alike."""
     held = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     required = [(p, p.requires_grad) for p in held.values()]
-    trains = [(module, module.training) for module in model.modules()]
     states = [(generator, generator.get_state()) for generator in generators_of(model)]
     try:
-        model.train()
         for generator, _ in states:
             generator.manual_seed(0)
         for parameter in held.values():
             parameter.requires_grad_(True)
-        with torch.enable_grad(), NoDropout():
+        with in_mode(model, trains=True), torch.enable_grad(), NoDropout():
             yield held
     finally:
         for parameter, value in required:
             parameter.requires_grad_(value)
-        for module, value in trains:
-            module.training = value
         for generator, state in states:
             generator.set_state(state)
 

@@ -85,7 +85,7 @@ def losses_main(rank: int, world_size: int, model: str, more: dict[str, Any]) ->
             output = trained(**tiny.collate(rows[:4]), scored=SCORED)
             steps += [float(output.loss), float(output.log_probs.mean()), int(output.mask.sum())]
         if world_size > 1:
-            others = accelerator.hf_parallel_engine._others
+            others = accelerator.hf_parallel_engine.outputs._others
             found[f"{name} passes"] = [kind.in_two_passes for kind in others._kinds.values()]
             others._kinds.clear()
     if world_size > 1:

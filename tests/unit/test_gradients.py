@@ -19,6 +19,7 @@ from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients.changed_parts import ChangedParts
 from hf_parallel.engine.gradients.counted import Counted
 from hf_parallel.engine.gradients.global_norm import GlobalNorm
+from hf_parallel.engine.gradients.optimizer_guard import OptimizerGuard
 from hf_parallel.engine.gradients.sync import GradientSync
 from hf_parallel.engine.gradients.told import ToldOverParts
 from hf_parallel.errors import UnsupportedError
@@ -65,8 +66,8 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
             held[entry.name] = nn.Parameter(torch.zeros_like(gradient))
             held[entry.name].grad = gradient.clone()
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
-        sync._ledger, sync._parameters, sync._mesh = ledger, held, mesh
-        sync._counted, sync._parts = Counted(ledger, mesh), ChangedParts(lambda: torch.zeros(()), shape.tp_size)
+        sync.ledger, sync.parameters, sync.mesh = ledger, held, mesh
+        sync._counted, sync.changed_parts = Counted(ledger, mesh), ChangedParts(lambda: torch.zeros(()), shape.tp_size)
         sync.arrivals, sync.settings = Arrivals(list(held.values())), OptimizerSettings(mesh, held)
         counted = sync._counted.of_stage
         sync.shown = ShownGradients(ledger, held, mesh, counted, lambda text: nullcontext(), sync.settings)
@@ -92,13 +93,13 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     norm = sync.clip(max_norm)
     assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)), rel=1e-6)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(sync._parameters[name].grad, parameter.grad)
+        torch.testing.assert_close(sync.parameters[name].grad, parameter.grad)
 
 
 def test_half_precision_gradients_are_measured_in_fp32() -> None:
     _, sync = next(syncs(Model(), MeshShape(1, 1, 1)))
-    sync._parameters["late"] = nn.Parameter(torch.zeros(3, 3, dtype=torch.float16))
-    sync._parameters["late"].grad = torch.full((3, 3), 300.0, dtype=torch.float16)  # its square overflows fp16
+    sync.parameters["late"] = nn.Parameter(torch.zeros(3, 3, dtype=torch.float16))
+    sync.parameters["late"].grad = torch.full((3, 3), 300.0, dtype=torch.float16)  # its square overflows fp16
     assert float(sync.norm()) == pytest.approx(900.0, rel=1e-3)
 
 
@@ -108,7 +109,7 @@ def test_an_optimizer_keeps_live_parameters_only_and_steps_on_reduced_gradients_
     live = {name: p for name, p in model.named_parameters() if name != "late"}
     sync = GradientSync(ledger, live, ALONE)
     optimizer = torch.optim.AdamW(model.parameters())
-    sync.guard(optimizer)
+    OptimizerGuard(optimizer, sync)
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in live.values()]
     with pytest.raises(UnsupportedError, match=r"gradients that were never reduced.*accelerator\.backward\(loss\)"):
         optimizer.step()
@@ -125,12 +126,12 @@ def test_a_whole_tensor_optimizer_is_refused_on_shards_only() -> None:
 
     for shape, fails in ((MeshShape(1, 1, 2), True), (MeshShape(1, 2, 1), False)):
         _, sync = next(syncs(Model(), shape))
-        optimizer = Adafactor(list(sync._parameters.values()), lr=1e-3, relative_step=False, scale_parameter=False)
+        optimizer = Adafactor(list(sync.parameters.values()), lr=1e-3, relative_step=False, scale_parameter=False)
         if fails:
             with pytest.raises(UnsupportedError, match=r"Adafactor.*AdamW.*or tp_size 1"):
-                sync.guard(optimizer)
+                OptimizerGuard(optimizer, sync)
         else:
-            sync.guard(optimizer)
+            OptimizerGuard(optimizer, sync)
 
 
 def test_parameters_that_share_memory_are_not_partitioned() -> None:

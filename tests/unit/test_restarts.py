@@ -136,7 +136,7 @@ def test_memory_that_no_restart_could_read_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"memory_steps=5 with save_only_model=True"):
         refuse_memory(settings, 2, only_model=True)
     monkeypatch.setattr("hf_parallel.trainer.restarts.SHARED_MEMORY", tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"memory_steps=5 needs .*none, which this machine has not"):
+    with pytest.raises(ConfigError, match=r"memory_steps=5 needs .*none, which this machine does not have"):
         refuse_memory(settings, 2, only_model=False)
     refuse_memory(CheckpointConfig(), 4, only_model=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 import tiny
 from peft import LoraConfig, TaskType, get_peft_model
 
-from hf_parallel.engine.run.direct import _signature_of
+from hf_parallel.engine.run.engine import _signature_of
 
 
 def names(model: Any) -> list[str]:

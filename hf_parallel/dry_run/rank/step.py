@@ -11,7 +11,8 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor
 
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.gradients.optimizer_guard import OptimizerGuard
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Work
@@ -48,9 +49,9 @@ class Training:
         fused = engine.attachment.device.type == "cuda"
         parameters = [p for p in engine.model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
-        own = engine.gradients.guard(optimizer, engine.model)
+        guard = OptimizerGuard(optimizer, engine.gradients, engine.model)
         engine.gradients.replicas.plan_steps(STEPS, STEPS // 2)
-        return cls(engine, optimizer, own.begin, meter)
+        return cls(engine, optimizer, guard.own_hooks.begin, meter)
 
     def step(self, batches: Sequence[dict[str, Any]]) -> None:
         """Run one optimizer step.

@@ -22,27 +22,14 @@ from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients.changed_parts import ChangedParts
 from hf_parallel.engine.gradients.counted import Counted
 from hf_parallel.engine.gradients.global_norm import GlobalNorm
-from hf_parallel.engine.gradients.optimizer_rules import (
-    cut_states,
-    drop_others,
-    refuse_crossing_now,
-    refuse_crossing_updates,
-    refuse_updates_in_backward,
-    refuse_whole_tensor_updates,
-    watch_later_steps,
-)
 from hf_parallel.engine.gradients.optimizer_states import OptimizerStates
 from hf_parallel.engine.gradients.prepared_weights import PreparedWeights
 from hf_parallel.engine.gradients.told import ToldOverParts
 from hf_parallel.engine.gradients.trained_buckets import TrainedBuckets
-from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.arrivals import Arrivals
 from hf_parallel.guards.gradients.hooks import HookGuard, of_one_pass
 from hf_parallel.guards.gradients.showing import ShownGradients
-from hf_parallel.guards.optimizers.crossing import keeps_by_place
 from hf_parallel.guards.optimizers.settings import OptimizerSettings
-from hf_parallel.guards.optimizers.stepping import OwnHooks, clears_both
-from hf_parallel.guards.rates import RatesOfModules
 from hf_parallel.guards.weights.replicas_alike import AlikeReplicas
 from hf_parallel.guards.weights.scaled_shards import ScaledShards
 from hf_parallel.ledger import Ledger
@@ -64,6 +51,10 @@ class GradientSync:
 
     Attributes:
         settings: Settings of the optimizers.
+        weights: Weights that the model was prepared with.
+        changed_parts: Finds changes of the parts of gradients that a rank has.
+        begins_step: Whether no forward pass was made since the last step.
+        updates: Steps that optimizers have begun; alike on the ranks of a model copy.
         states: View of the optimizers' states for user code.
         in_window: Whether the last backward pass was not the last of its step.
         given_away: Whether the last backward pass was `torch.autograd.grad`, which leaves no gradients here.
@@ -80,60 +71,58 @@ class GradientSync:
         mesh: Mesh,
         settings: ReplicaSettings = DEFAULTS,
     ) -> None:
-        self._ledger = ledger
-        self._parameters = dict(parameters)
-        self._mesh = mesh
+        self.ledger = ledger
+        self.parameters = dict(parameters)
+        self.mesh = mesh
         partitions = settings.zero.stage > 0 and mesh.dp_shard_group is not None
         self._counted = Counted(ledger, mesh, replicas_add_up=partitions)
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
-        self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
-        self._weights = PreparedWeights(ledger, self._parameters, settings.sharded, lambda: self.in_window)
-        self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self._parameters.items()}
+        self.arrivals = Arrivals(list(self.parameters.values()) if settings.sharded is None else [])
+        self.weights = PreparedWeights(ledger, self.parameters, settings.sharded, lambda: self.in_window)
+        self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self.parameters.items()}
         self.in_window = self.given_away = False
-        self._begins_step = True  # no forward pass was made since the last
+        self.begins_step = True
         self.before_write: Callable[[], None] | None = None
-        self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
+        self.changed_parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.settings = OptimizerSettings(mesh, parameters)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting, self.settings)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model, self._alike)
-        self.scaled = ScaledShards(ledger, self._parameters, mesh, lambda: self.replicas.arriving)
+        self.scaled = ScaledShards(ledger, self.parameters, mesh, lambda: self.replicas.arriving)
         self.shown.numbers.note_part = self.scaled.note
-        self.updates = 0  # steps that optimizers have begun; alike on the ranks of a model copy
-        self.states = OptimizerStates(ledger, self._parameters, self.replicas)
-        self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
-        self.total_norm = GlobalNorm(self._parameters, mesh, self._counted, self.replicas, self.told, self.shown)
-        self.replicas.before_reading += [self.states.settle, self._parts.judge, self.told.settle]
+        self.updates = 0
+        self.states = OptimizerStates(ledger, self.parameters, self.replicas)
+        self.told = ToldOverParts(mesh, self.parameters.values(), self.settings, self.replicas)
+        self.total_norm = GlobalNorm(self.parameters, mesh, self._counted, self.replicas, self.told, self.shown)
+        self.replicas.before_reading += [self.states.settle, self.changed_parts.judge, self.told.settle]
         self.buckets = TrainedBuckets(
-            *(ledger, self._parameters, mesh), groups=self.groups, replicas=self.replicas, waiting=settings.waiting
+            *(ledger, self.parameters, mesh), groups=self.groups, replicas=self.replicas, waiting=settings.waiting
         )
 
     def _alike(self, named: Sequence[tuple[str, nn.Parameter]], ranks: dist.ProcessGroup) -> AlikeReplicas:
         return AlikeReplicas(named, ranks, self.settings)
 
     def begin_forward(self) -> None:
-        """Prepare a training forward pass: its weights must be those prepared, and hooks on parameters run in its backward pass.
+        """Prepare a training forward pass, whose weights must be those prepared.
 
         Raises:
             UnsupportedError: Names a parameter or a module that was replaced since the model was prepared.
         """
-        self._weights.begin_forward()
-        if self._mesh.shape.pp_size > 1:
-            self.hooks.check()
-        if self.in_window and self.replicas.reduces_every_backward and self._mesh.shape.pp_size == 1:
+        self.weights.begin_forward()
+        if self.in_window and self.replicas.reduces_every_backward and self.mesh.shape.pp_size == 1:
             self.hooks.refuse_accumulated()  # on stages they are asked when they run
-        if self.total_norm.has_parts and self._begins_step:
+        if self.total_norm.has_parts and self.begins_step:
             # Once: replicas may cut their rows into other numbers of batches. Gradients that are left are added to.
-            self._begins_step = False
+            self.begins_step = False
             NUMBERS.note(float(any(owner.grad is not None for owner in self._owners())))
         if self.replicas.sharded is not None:
             self.buckets.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
 
     def look_at_hooks(self) -> None:
-        """Adapt the hooks on parameters, and let this rank tell others which need gradients that they gather; without stages."""
+        """Adapt the hooks on parameters, and let this rank tell others which need gradients that they gather."""
         self.hooks.check()
         self.settings.hooked = self.hooks.gathered
 
@@ -143,11 +132,11 @@ class GradientSync:
         Raises:
             UnsupportedError: Names a parameter or a module that was replaced since.
         """
-        self._weights.check_objects()
+        self.weights.check_objects()
 
     def summands(self, name: str) -> int:
         """Number of stages that have a part of a parameter's gradient now, which `reduce` adds up."""
-        return self._num_holders[id(self._parameters[name])] if self.shown.is_between else 1
+        return self._num_holders[id(self.parameters[name])] if self.shown.is_between else 1
 
     def begin_backward(self, *, is_first: bool = False) -> None:
         """Set reduced gradients aside before backward passes, so that what these add can be told from them.
@@ -179,10 +168,10 @@ class GradientSync:
         Raises:
             UnsupportedError: Replicas have averaged it.
         """
-        parameter, zero = self._parameters[name], self.replicas.zero
+        parameter, zero = self.parameters[name], self.replicas.zero
         reduced = self.arrivals.take_aside(parameter)
         mine = [s for s in zero.shards if any(p is parameter for p in s.bucket.params)] if zero is not None else []
-        averaged = reduced is not None and self._mesh.shape.num_copies > 1
+        averaged = reduced is not None and self.mesh.shape.num_copies > 1
         if averaged or any(shard.master.grad is not None for shard in mine):
             raise of_one_pass(name)
         return reduced
@@ -207,7 +196,7 @@ class GradientSync:
                 self.shown.show()
         elif self.replicas.sharded is None:
             self._join()
-            if self._mesh.model_group is not None or self._mesh.shape.sp_size > 1:
+            if self.mesh.model_group is not None or self.mesh.shape.sp_size > 1:
                 self.shown.show_between()
 
     @torch.no_grad()
@@ -226,7 +215,7 @@ class GradientSync:
         """
         self.in_window = False
         with self.buckets.trained_so_far():
-            if self._mesh.shape.num_copies > 1 and self.arrivals.has_assigned and factor != 0.0:
+            if self.mesh.shape.num_copies > 1 and self.arrivals.has_assigned and factor != 0.0:
                 with torch.no_grad():
                     self.arrivals.join(self._num_holders, factor)
             self.buckets.sum_over_stages()
@@ -235,15 +224,17 @@ class GradientSync:
         zero, sharded = self.replicas.zero, self.replicas.sharded
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
-            self.arrivals.settle(self._parameters.values())
-            if self._mesh.model_group is not None:
-                queue_after_backward(self._parts.remember)  # after `fully_shard` has put its last gradients there
+            self.arrivals.settle(self.parameters.values())
+            if self.mesh.model_group is not None:
+                queue_after_backward(
+                    self.changed_parts.remember
+                )  # after `fully_shard` has put its last gradients there
         else:
             self.shown.show()
 
     def _power_of_parts(self) -> torch.Tensor:
         return self.total_norm.power_of(
-            [local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0
+            [local_of(p.grad) for p in self.parameters.values() if p.grad is not None], 2.0
         )
 
     @property
@@ -282,63 +273,11 @@ class GradientSync:
         for device, gradients in by_device.items():
             scale_all(gradients, factor.to(device))
         self.arrivals.note_all()
-        self._parts.remember_again()
-
-    def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> OwnHooks:
-        """Make `optimizer` refuse to step on gradients that were never reduced, and keep only live parameters.
-
-        Args:
-            optimizer: The optimizer.
-            model: Model whose parameters it updates, if its forward passes go through an engine.
-
-        Returns:
-            What to tell when a step begins.
-
-        Raises:
-            UnsupportedError: The optimizer's update needs whole tensors but some of its parameters are shards, or needs all
-                parameters but each stage has others.
-        """
-
-        def refuse_later() -> None:
-            self._refuse_whole_tensor_updates(optimizer)
-            refuse_crossing_now(optimizer, self._mesh)
-
-        refuse_updates_in_backward(optimizer, self._mesh)
-        hooks = OwnHooks(optimizer, refuse_later)
-        if self._mesh.parts.size > 1:
-            cut_states(optimizer, self._name_now, self._ledger, self._mesh)
-        self.replicas.take_over(optimizer)
-        has_own_list = keeps_by_place(optimizer)
-        pairs = drop_others(optimizer, self._parameters.values()) and has_own_list
-        self._refuse_whole_tensor_updates(optimizer)
-        refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)
-        watch_later_steps(optimizer, self._mesh)
-        if model is not None and not self._weights.are_watched:
-            self.settings.rates = RatesOfModules(model)
-            self._weights.watch(model)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_update)
-        optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
-        self.replicas.adopt(optimizer, model)
-        optimizer.register_step_post_hook(lambda *args: self.scaled.remember())  # once parts of others have come
-        optimizer.register_step_pre_hook(self._tell_others)
-        if self.replicas.zero is not None:
-            self.shown.partition(self.replicas.zero)
-            self.states.guard(optimizer)
-            clears_both(optimizer, self.shown.cleared)
-        hooks.settle()
-        self.settings.add(optimizer)
-        return hooks
-
-    def _name_now(self, parameter: torch.Tensor) -> str | None:
-        """The name of a parameter, or of what the model has in its place now."""
-        sharded = self.replicas.sharded
-        here = parameter if sharded is None else sharded.now(parameter)
-        return next((name for name, one in self._parameters.items() if one is here), None)
+        self.changed_parts.remember_again()
 
     def _owners(self) -> Iterator[torch.Tensor]:
         yield from (shard.master for shard in (self.replicas.zero.shards if self.replicas.zero is not None else ()))
-        yield from self._parameters.values()
+        yield from self.parameters.values()
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""
@@ -350,46 +289,11 @@ class GradientSync:
         Raises:
             UnsupportedError: Names a parameter that was replaced, or has another shape.
         """
-        self._weights.check()
+        self.weights.check()
         self.settings.use()
         self.shown.compare_factors()
         self.shown.take_back()
         self.states.settle()
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self.updates += 1
-        self.before_update()
-        self._parts.refuse_changes()
-        zero = self.replicas.zero
-        self.states.guard(optimizer)
-        left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
-        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self.replicas.sharded is not None:
-            # `fully_shard` has averaged them all the same: the step would be another one than asked for.
-            left = self.in_window or self.given_away
-        if left or not self.arrivals.use(updated):
-            raise UnsupportedError(
-                "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
-                "parallelized model's forward, torch.autograd.grad gave them, backward ran while gradients were still "
-                "accumulating, or a callback's own backward came after those of the step were reduced, with zero.stage above 0 and "
-                "pp_size above 1 (run it in on_step_begin, or add to p.grad what it gives), or step(closure) computed them, with zero.stage 2 "
-                "(call the closure before the step). Call "
-                "accelerator.backward(loss) on model(**batch), and step when accelerator.sync_gradients is true and outside of "
-                "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
-            )
-        self.arrivals.put_back()  # of a forward pass without a backward pass
-        self.told.updates()
-        if self.before_write is not None:
-            self.before_write()
-
-    def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        partitions = self.replicas.partitions
-        shares = {"partitions": partitions, "gathers": partitions and self.replicas.sharded is None}
-        refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, **shares)
-
-    def _tell_others(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        """After all that this rank can refuse by itself, which says more."""
-        self.total_norm.tell_before(optimizer)
 
     def compare_replicas(self) -> None:
         """Compare what the last updates have left where ranks update by themselves what others have, or parts of it; collective.
@@ -404,10 +308,3 @@ class GradientSync:
         self.scaled.compare()  # of replicas that are alike by now
         if self.replicas.sharded is not None:
             self.told.compare_weights(self.replicas.sharded.device)
-
-    def _after_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self._begins_step = True
-        self.told.updated()
-        self.settings.look_at_states()
-        for compared in self.replicas.compared:
-            compared.updated()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.engine.run.asynchronous_guard import AsynchronousGuard
-from hf_parallel.engine.run.direct import Attachment
+from hf_parallel.engine.run.engine import Attachment
 from hf_parallel.engine.run.last_stage import LastStage
 from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.engine.run.window import COUNTS

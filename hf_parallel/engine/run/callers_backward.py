@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from hf_parallel.engine.run.direct import Attachment
+from hf_parallel.engine.run.engine import Attachment
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.gradients.aside import Made, accumulate, add, apart, together
 from hf_parallel.guards.gradients.batch_hooks import BatchHooks

@@ -89,6 +89,14 @@ class Caught:
     absent: set[str] = field(default_factory=set)
     names: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, outputs: Sequence[Any]) -> Caught:
+        """The other outputs of microbatches that ran without a graph."""
+        caught = cls()
+        for index, output in enumerate(outputs):
+            caught.note(index, output)
+        return caught
+
     def note(self, index: int, output: Any, loss: Tensor | None = None) -> None:
         """Keep the outputs of a microbatch that the last stage has computed.
 

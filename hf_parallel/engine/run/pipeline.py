@@ -14,29 +14,28 @@ does, the gradients of each forward are held apart until its loss is backpropaga
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.run.asynchronous import AsynchronousRun
 from hf_parallel.engine.run.autograd_nodes import loss_node
-from hf_parallel.engine.run.direct import Attachment, Engine
-from hf_parallel.engine.run.last_stage import LastStage, logits_in
-from hf_parallel.engine.run.microbatch_loss import LossFunction, MicrobatchLoss, Share
-from hf_parallel.engine.run.other_outputs import Caught
+from hf_parallel.engine.run.engine import Attachment, Engine
+from hf_parallel.engine.run.last_stage import logits_in
+from hf_parallel.engine.run.microbatch_loss import LossFunction, MicrobatchLoss
 from hf_parallel.engine.run.pipeline_guards import PipelineGuards
 from hf_parallel.engine.run.pipeline_inputs import keeps_cache, refuse_inputs, refuse_merged, unserved_outputs
+from hf_parallel.engine.run.readable_outputs import ReadableOutputs
+from hf_parallel.engine.run.schedule_run import ScheduleRun
 from hf_parallel.engine.run.split import SplitRun
-from hf_parallel.engine.run.window import STEP_IN_WINDOW, Window, WindowFactors
+from hf_parallel.engine.run.window import STEP_IN_WINDOW, RunSchedule, Window, WindowFactors
+from hf_parallel.engine.run.written_config import WrittenConfig
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.outputs import PipelineOutput, PipelineTrainingOutput
-from hf_parallel.guards.gradients.aside import Made, apart
-from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
@@ -46,7 +45,7 @@ from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
 
 class PipelineEngine(Engine):
-    """Runs the schedule.
+    """Decides how a call of the model runs the schedule.
 
     Args:
         attachment: Model, mesh, ledger, gradients.
@@ -59,6 +58,8 @@ class PipelineEngine(Engine):
         vertical_sync: Whether the stages of such a one step together.
 
     Attributes:
+        seeds: Seeds of the random numbers of microbatches.
+        outputs: Serves user code that reads outputs of calls with labels.
         generated: Whether `model.generate()` ran.
         asynchronous: Runs the windows of a pipeline that does not drain; None of one that does.
     """
@@ -79,51 +80,50 @@ class PipelineEngine(Engine):
         self.runtime = runtime
         stages: list[Stage] = list(runtime.stages.values())  # type: ignore[arg-type]
         self._running, self._plan = stages[0].running, stages[0].plan
-        self.seeds = StepSeeds(runtime.stages, self._common_seed())
-        runtime.before = self.seeds.set
-        runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
         self._guards = PipelineGuards(attachment, stages, self.end_pass_later)
-        self._programs = programs
         shifted, fills_up = loss_shifts_labels(self.model), attachment.mesh.shape.ep_size > 1
         if backward_kind.rows:
             num_microbatches = 1
         self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=shifted, fills_up=fills_up)
-        self._window: Window | None = None
-        self._factors = WindowFactors()
-        self._seed = 1.0
-        self._last_stage = LastStage(
-            *(self.mesh, runtime, attachment.device, attachment.watchdog),
-            digests=self._guards.digests,
-            freezing=self._guards.freezing,
+        self._schedule = ScheduleRun(
+            *(attachment, runtime, programs),
+            loss=self._loss,
+            guards=self._guards,
+            buffers=self._buffers,
+            running=self._running,
+            end_pass_later=self.end_pass_later,
         )
+        self.seeds = self._schedule.seeds
+        runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
         self._needs_scale = bool(backward_kind.scale)
         self.asynchronous: AsynchronousRun | None = None
         if schedule in ASYNCHRONOUS:
-            parts = attachment, runtime, self._last_stage, self._loss, self.seeds
+            parts = attachment, runtime, self._schedule.last_stage, self._loss, self.seeds
             self.asynchronous = AsynchronousRun(*parts, name=schedule, vertical_sync=vertical_sync)
-        # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
-        self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
-        self._split_run = self._make_split_run()
-        self._adapter = next(iter(tuner_layers(self.model).values()), None)
-        self.generated = False
-        self._needs_logits = True
-        self._unlisted: Collection[str] | None = ()  # outputs that nobody looks for; None: nobody goes through them
-
-    def _make_split_run(self) -> SplitRun:
-        return SplitRun(
-            *(self.runtime, self._programs, self._last_stage),
-            backwards=self._guards.backwards,
-            recorder=self.recorder,
-            anchor=self._anchor,
-            callers_backward=self._callers_backward,
+            self._schedule.aside = self.asynchronous.aside
+        self._split_run = SplitRun(self._schedule)
+        self.outputs = ReadableOutputs(
+            *(self._schedule, self._split_run, self.gathers),
+            loss_scale=None if self._needs_scale else self._loss_scale,
+            dtypes=self._dtypes,
+            in_model=self.in_model,
         )
+        self._config = WrittenConfig(self.model)
+        self._adapter = next(iter(tuner_layers(self.model).values()), None)
+        self._window: Window | None = None
+        self._factors = WindowFactors()
+        self.generated = False
 
-    def _common_seed(self) -> int:
-        """The seed of dropout: the same on all ranks of a model copy, another on each copy and each part of a sequence."""
-        seed = torch.tensor(torch.initial_seed() % 2**63, device=self.attachment.device)
-        first = self.mesh.shape.rank_at(self.mesh.dp_rank, 0, 0)
-        dist.broadcast(seed, src=first, group=self.mesh.mp_group)
-        return int(seed) + self.mesh.copy_rank
+    def _dtypes(self) -> set[torch.dtype]:
+        """Dtypes in which the model computes."""
+        found = {p.dtype for p in self.attachment.parameters.values() if p.is_floating_point()}
+        kind = self.attachment.device.type
+        with self.autocast():
+            return found | ({torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set())
+
+    def complete_config(self) -> None:
+        """Take the config's written values from the last stage, which computes the loss."""
+        self._config.take(self._schedule.last_stage.broadcast_named({}, self._config.written)[1])
 
     # -- what the Trainer side sets ------------------------------------------------------------------------------
 
@@ -155,22 +155,6 @@ class PipelineEngine(Engine):
         with self._loss.replaced_by(function, shifted=shifted):
             yield
 
-    @contextmanager
-    def predicting(self, *, loss_only: bool, needs_logits: bool, ignored: Collection[str]) -> Iterator[None]:
-        """Inside, a Trainer evaluates a batch.
-
-        Args:
-            loss_only: Whether it goes through all outputs and uses the loss alone.
-            needs_logits: Whether anybody reads logits; if not, they are not sent to the other stages.
-            ignored: Outputs that it passes over.
-        """
-        before = self._needs_logits, self._unlisted
-        self._needs_logits, self._unlisted = needs_logits, None if loss_only else ignored
-        try:
-            yield
-        finally:
-            self._needs_logits, self._unlisted = before
-
     @property
     def is_running(self) -> bool:
         """Whether a call of the model is under way."""
@@ -191,13 +175,13 @@ class PipelineEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of `model(...)`: fused, split or forward only."""
         with self._running.inside(), self._guards.late_hooks.watching() if self.trains else nullcontext():
-            output = self._run(args, kwargs)
+            output = self._dispatch(args, kwargs)
         output.lacks(unserved_outputs(self.model))
-        if self._unlisted is None:
+        if self.outputs.unlisted is None:
             output.lists_own()
         return output
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput | PipelineTrainingOutput:
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput | PipelineTrainingOutput:
         batch = self.bound(args, kwargs)
         refuse_inputs(batch, self._plan, self.mesh.shape.pp_size, keeps_cache(self.model))
         batch["use_cache"] = False
@@ -215,21 +199,45 @@ class PipelineEngine(Engine):
             )
         return self._split(batch)
 
+    def _forward_only(self, batch: dict[str, Any]) -> PipelineOutput:
+        if isinstance(batch.get("labels"), torch.Tensor):
+            return self.outputs.evaluate(batch)
+        found = logits_in(self._schedule.outputs_of(self._loss.split(batch)))
+        return PipelineOutput(logits=self._schedule.last_stage.broadcast_logits(found, batch))
+
+    def _split(self, batch: dict[str, Any]) -> PipelineOutput:
+        if self.asynchronous is not None:
+            raise UnsupportedError(self.asynchronous.guard.not_announced)
+        self.attachment.batch_check.check([batch])
+        batch.pop("labels", None)
+        batch.pop("num_items_in_batch", None)
+        microbatches = self._loss.split(batch)
+        self._guards.ask_for_hooks()
+        self._schedule.begin_forward()
+        with self._buffers.watching(len(microbatches), [batch]) if self.trains else self._buffers.beside():
+            state = self._split_run.forward(microbatches)
+        logits = self._split_run.logits_of(state, batch)
+        self._guards.direct.watch()
+        return PipelineOutput(logits=logits)
+
     # -- fused ---------------------------------------------------------------------------------------------------
 
     def _fused(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
         if self.asynchronous is not None:
             return self._fused_asynchronous(self.asynchronous, batch)
-        begun = self._window is not None and self._window.has_begun
+        window = self._window
+        begun = window is not None and window.has_begun
         # A hook sees the gradient of one batch, and may update what the next one uses.
         hooked = not begun and self._guards.ask_for_hooks()
         is_apart = hooked or self._needs_scale  # which is not known before the backward of each loss
-        if self._window is not None and not is_apart and self._window.holds(batch):
-            # The gradients are those of the whole window: the last backward of its losses gives them their factor.
-            loss = self._window.next_loss(batch, functools.partial(self._run_schedule, arms=True))
-            return PipelineTrainingOutput(loss=self._computed(loss, None))
+        if window is not None and not is_apart and window.holds(batch):
+            return self._next_of(window, batch, functools.partial(self._run_window, window))
         self._window = None
-        return self._fused_batch(batch)
+        return self.outputs.train(batch)
+
+    def _run_window(self, window: Window, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
+        window.seed = self._loss_scale()
+        return self._schedule.train(batches, window.seed, arms=True)
 
     def _fused_asynchronous(self, asynchronous: AsynchronousRun, batch: dict[str, Any]) -> PipelineTrainingOutput:
         """A batch of a window in a pipeline that does not drain."""
@@ -239,6 +247,7 @@ class PipelineEngine(Engine):
 
         def run(batches: list[dict[str, Any]]) -> list[torch.Tensor]:
             self._guards.direct.stop()
+            self.gradients.hooks.check()
             self.gradients.begin_forward()
             self.gradients.begin_backward(is_first=True)
             asynchronous.guard.refuse_gradients(self.gradients.arrivals.has_assigned)
@@ -248,101 +257,26 @@ class PipelineEngine(Engine):
             self.gradients.end_schedule()
             return losses
 
-        self._seed = 1.0
-        return PipelineTrainingOutput(loss=self._computed(self._window.next_loss(batch, run), None))
+        return self._next_of(self._window, batch, run)
 
-    def _fused_batch(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
-        """A batch that user code has handled, and whose outputs it may read."""
-        return self._run_fused(batch, None)[0]
+    def _next_of(self, window: Window, batch: dict[str, Any], run: RunSchedule) -> PipelineTrainingOutput:
+        """The loss of a window's next batch. The last backward of its losses gives the gradients, which are of all, a factor."""
+        loss = window.next_loss(batch, run)
+        finish = functools.partial(self._finish_window, window.seed)
+        return PipelineTrainingOutput(loss=loss_node(self._schedule.anchor, loss, finish, keeps_graph=False))
 
-    def _run_fused(self, batch: dict[str, Any], caught: Caught | None) -> tuple[PipelineTrainingOutput, Made]:
-        """The schedule of one batch, whose gradients are held.
+    def _loss_scale(self) -> float:
+        """The factor of losses whose backward passes run before upstream code has scaled them."""
+        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
 
-        Args:
-            batch: The batch.
-            caught: Takes the last stage's outputs.
-        """
-        with apart(list(self.attachment.parameters.values())) as made:
-            loss = self._run_schedule([batch], arms=False, caught=caught)[0]
-        self._guards.direct.watch()
-        with made.noticing():
-            computed = self._computed(loss, made)
-        return PipelineTrainingOutput(loss=computed), made
-
-    def _computed(self, loss: torch.Tensor, made: Made | None) -> torch.Tensor:
-        """The loss (0-d) as the caller gets it, with a graph that ends here."""
-        finish = functools.partial(self._finish_backward, made, self._seed)
-        return loss_node(self._anchor, loss, finish, keeps_graph=made is not None)
-
-    def _cut(self, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Share]]:
-        """Microbatches of batches with labels, and what each contributes to the loss of its batch."""
-        parts = [part for index, batch in enumerate(batches) for part in self._loss.cut(index, batch)]
-        return [microbatch for microbatch, _ in parts], [share for _, share in parts]
-
-    def _begin_step(self, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Share]]:
-        """Prepare a training step before its first forward pass; gives microbatches and shares."""
-        self.attachment.batch_check.check(batches)
-        self._loss.check()
-        parts = self._cut(batches)
-        self._follow_freezing()
-        self.seeds.next_step()
-        self._guards.direct.stop()
-        self.gradients.begin_forward()
-        return parts
-
-    def _run_schedule(
-        self, batches: list[dict[str, Any]], *, arms: bool, caught: Caught | None = None
-    ) -> list[torch.Tensor]:
-        """Forward and backward of all batches in one schedule; one loss a batch, equal on all stages.
+    def _finish_window(self, seed: float, gradient: torch.Tensor) -> None:
+        """Finish the backward of a window's loss: the factor of upstream code is known now.
 
         Args:
-            batches: The batches.
-            arms: Whether these are the only gradients of their step, so that they may leave in the last backward.
-            caught: Takes the last stage's outputs.
-        """
-        microbatches, shares = self._begin_step(batches)
-        self._seed = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
-        # The factor that upstream code applies is not known before its backward.
-        self.runtime.at_last_backward = (lambda: self.gradients.arm(None, last=True)) if arms else None
-
-        def loss_of(output: Any, index: int) -> torch.Tensor:
-            loss = self._loss.of(output, shares[index])
-            if caught is not None:
-                caught.note(index, output, loss)
-            return loss
-
-        if arms:
-            self.gradients.begin_backward(is_first=True)
-        with self._buffers.watching(len(microbatches) // len(batches), batches), self._guards.hooks.held():
-            losses = self.runtime.run(
-                microbatches,
-                self._programs.training(len(microbatches)),
-                backward=True,
-                loss_of=loss_of,
-                seed=self._seed,
-            )
-        if arms:
-            self.gradients.end_schedule()
-        with self.recorder.span("loss"):
-            return self._last_stage.share_losses(losses, shares, batches)
-
-    def _follow_freezing(self) -> None:
-        if self._guards.follow_freezing():
-            self.runtime.forget_headers()
-
-    def _finish_backward(self, made: Made | None, seed: float, gradient: torch.Tensor) -> None:
-        """Finish the backward of a returned loss: the factor of upstream code is known now.
-
-        Args:
-            made: Gradients of this forward; None if they are those of a window, which one factor is applied to.
             seed: Factor that the schedule's losses were multiplied with.
             gradient: Factor that upstream code multiplied the loss with (0-d).
         """
         self._guards.late_hooks.check_factor(gradient / seed)
-        if made is not None:
-            self._guards.callers.backpropagated(made, gradient / seed)
-            self.end_pass_later()
-            return
         self.gradients.begin_callers_backward()
         self._guards.digests.judge()
         self._factors.add(gradient / seed)
@@ -354,66 +288,13 @@ class PipelineEngine(Engine):
             self.end_pass(self._factors.take(), lambda: None)
             self._guards.callers.drop_frozen()  # last: some of their gradients were reduced while the schedule ran
 
+    # -- the end of a pass ---------------------------------------------------------------------------------------
+
     def before_end(self) -> None:
         """Add up what schedules have made of the losses that were backpropagated in this pass."""
         self._guards.callers.add_up(ends_step=self.ends_step)
 
     def compare_step(self) -> None:
-        """Compare what the ranks backpropagated, and which batches they have read."""
+        """Compare what the ranks backpropagated, which outputs they computed twice, and which batches they have read."""
+        self.outputs.judge()
         self._guards.compare_step(tolerates_nan=self.scaler is not None)
-
-    # -- split ---------------------------------------------------------------------------------------------------
-
-    def _split(self, batch: dict[str, Any]) -> PipelineOutput:
-        if self.asynchronous is not None:
-            raise UnsupportedError(self.asynchronous.guard.not_announced)
-        self.attachment.batch_check.check([batch])
-        batch.pop("labels", None)
-        batch.pop("num_items_in_batch", None)
-        microbatches = self._loss.split(batch)
-        self._guards.ask_for_hooks()
-        self._follow_freezing()
-        self.seeds.next_step()
-        self._guards.direct.stop()
-        self.gradients.begin_forward()
-        with self._buffers.watching(len(microbatches), [batch]) if self.trains else self._buffers.beside():
-            state = self._split_run.forward(microbatches)
-        logits = self._split_run.logits_of(state, batch)
-        self._guards.direct.watch()
-        return PipelineOutput(logits=logits)
-
-    @contextmanager
-    def _callers_backward(self) -> Iterator[None]:
-        """Inside a backward pass of the caller's: stages run theirs, whose gradients are those of the loss."""
-        self.end_pass_later()
-        # No bucket leaves early: the loss may still give a parameter a gradient itself.
-        self.runtime.at_last_backward = None
-        with self._guards.direct.resting(), self._running.inside(), self._guards.callers.runs_schedule():
-            yield
-        self.attachment.watchdog.runs()
-
-    # -- forward only --------------------------------------------------------------------------------------------
-
-    def _forward_only(self, batch: dict[str, Any]) -> PipelineOutput:
-        if not isinstance(batch.get("labels"), torch.Tensor):
-            found = logits_in(self._outputs_of(self._loss.split(batch)))
-            return PipelineOutput(logits=self._last_stage.broadcast_logits(found, batch))
-        self._loss.check()
-        parts = list(self._loss.cut(0, batch))
-        shares = [share for _, share in parts]
-        outputs = self._outputs_of([microbatch for microbatch, _ in parts])
-        losses = [self._loss.of(output, share) for output, share in zip(outputs, shares, strict=False)]
-        loss = self._last_stage.share_losses(losses, shares, [batch])[0]
-        output = PipelineOutput(loss=loss)
-        if self._needs_logits:  # the digest of the batch went with the loss
-            output = PipelineOutput(loss=loss, logits=self._last_stage.broadcast_logits(logits_in(outputs), {}))
-        return self._evaluated(batch, output, outputs)
-
-    def _evaluated(self, batch: dict[str, Any], output: PipelineOutput, outputs: list[Any]) -> PipelineOutput:
-        """The result of a forward pass with labels and without a graph; `outputs` are those of the last stage."""
-        return output
-
-    def _outputs_of(self, microbatches: list[dict[str, Any]]) -> list[Any]:
-        """Forward of all microbatches without autograd; the outputs on the last stage, else empty."""
-        with self._buffers.beside(), nullcontext() if self.asynchronous is None else self.asynchronous.aside():
-            return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)

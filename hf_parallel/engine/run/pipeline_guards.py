@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hf_parallel.engine.run.callers_backward import CallersBackward
-from hf_parallel.engine.run.direct import Attachment
+from hf_parallel.engine.run.engine import Attachment
 from hf_parallel.guards.calls.backwards import Backwards
 from hf_parallel.guards.calls.batches import BatchDigests
 from hf_parallel.guards.calls.late_hooks import LateHooks

@@ -26,6 +26,9 @@ class Window:
 
     Args:
         batches: In the order in which the model will be called with them.
+
+    Attributes:
+        seed: Factor of the losses that the schedule backpropagated.
     """
 
     def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
@@ -33,6 +36,7 @@ class Window:
         self._losses: list[torch.Tensor] = []
         self._extras: dict[str, Any] = {}
         self._position = 0
+        self.seed = 1.0
 
     @property
     def has_begun(self) -> bool:

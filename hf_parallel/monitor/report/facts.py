@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.engine.run.expected import states_with_zero
 from hf_parallel.engine.run.pipeline import PipelineEngine
 from hf_parallel.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.compat.private_collectives import all_gather_flat
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.mesh.groups import backend_for
 from hf_parallel.monitor.recorder import AXES, StepRecord
 from hf_parallel.monitor.report.facts import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_parallel.engine.run.direct import Engine
+from hf_parallel.engine.run.engine import Engine
 from hf_parallel.machine.facts import this_machine
 from hf_parallel.mesh.ranks import ranks_per_node
 from hf_parallel.monitor.report.metrics import Job

@@ -9,8 +9,7 @@ Extents: B batch, S sequence, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import has_users_code
 from hf_parallel.model.noise import without_noise
 from hf_parallel.model.tensors import ROWS_AGREE
-from hf_parallel.model.unchanged import frozen, unchanged
+from hf_parallel.model.unchanged import frozen, in_mode, unchanged
 
 
 OF_LABELS: Final = ("labels", "shift_labels", "num_items_in_batch")
@@ -145,7 +144,7 @@ def embedding_gradient(
         handles = [each.register_forward_hook(cut, prepend=True) for each in embeddings]
         try:
             torch.manual_seed(seed)
-            with _in_mode(model, trains):
+            with in_mode(model, trains=trains):
                 logits: Tensor = model(**batch).logits.float()
                 if leaves:
                     (
@@ -161,15 +160,3 @@ def _weights(logits: Tensor, first: int) -> Tensor:
     """Random numbers f[B S V], fixed for each row, whatever the other rows of its batch are."""
     seeds = [torch.Generator().manual_seed(first + index) for index in range(len(logits))]
     return torch.stack([torch.randn(logits.shape[1:], generator=seed) for seed in seeds]).to(logits.device)
-
-
-@contextmanager
-def _in_mode(model: nn.Module, trains: bool) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in before:
-            module.training = trains
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode

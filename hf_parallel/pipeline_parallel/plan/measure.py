@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import leaves
-from hf_parallel.model.unchanged import unchanged
+from hf_parallel.model.unchanged import in_mode, unchanged
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, backward_ratios
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
@@ -44,7 +44,7 @@ def measure_costs(
         PlanError: The model returns no loss.
     """
     runs = []
-    with unchanged(model), _training(model), _without_gradients(model):
+    with unchanged(model), in_mode(model, trains=True), _without_gradients(model):
         for _ in range(repetitions + 1):
             with _Clock(model, plan) as clock:
                 runs.append(clock.run(model, sample))
@@ -162,17 +162,6 @@ def _on_gradients(value: Any, arrived: Callable[[Tensor], None]) -> None:
     for _, tensor in leaves(value):
         if tensor.requires_grad and tensor.is_floating_point():
             tensor.register_hook(arrived)
-
-
-@contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ class Counters:
     Attributes:
         headers_sent: Headers sent, one a boundary and signature.
         messages_sent: Payloads and gradients sent, one a microbatch and boundary.
-        messages_received: The same, received.
+        messages_received: Payloads and gradients received.
         bytes_sent: Bytes of all tensors sent, without headers.
     """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -23,11 +22,10 @@ from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.fewer import config_with_blocks
-from hf_parallel.model.narrow import forward_if_alike, strengthen
+from hf_parallel.model.narrow import first_narrow, forward_if_alike, strengthen
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks, kind_of
 from hf_parallel.model.support import refuse_model
-from hf_parallel.model.widths import narrow_configs
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.overrides import override_for
@@ -120,13 +118,13 @@ def narrow_blueprint(blueprint: Blueprint, sample: Mapping[str, Any], parts: int
         sample: A batch of text.
         parts: A width that is divisible by so many stays so, and one that is not stays not.
     """
-    for config in narrow_configs(blueprint.config, parts=parts):
-        narrow = replace(blueprint, config=config)
-        with suppress(Exception):  # a config may insist on widths in any way, and code may need values
-            wide = skeleton(blueprint)
-            if forward_if_alike(skeleton(narrow), wide, candidate_stacks(wide, least=1)[0], sample) is not None:
-                return narrow
-    return None
+    wide = skeleton(blueprint)
+
+    def judged(config: PretrainedConfig) -> Blueprint | None:
+        narrow, stack = replace(blueprint, config=config), candidate_stacks(wide, least=1)[0]
+        return None if forward_if_alike(skeleton(narrow), wide, stack, sample) is None else narrow
+
+    return first_narrow(blueprint.config, judged, parts=parts)
 
 
 def blueprint_of(model: nn.Module) -> Blueprint:

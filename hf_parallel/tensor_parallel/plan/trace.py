@@ -19,7 +19,7 @@ from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
 from hf_parallel.model.copies import deep_copy
 from hf_parallel.model.tensors import largest, map_tensors, tensors_in
-from hf_parallel.model.unchanged import unchanged
+from hf_parallel.model.unchanged import in_mode, unchanged
 from hf_parallel.tensor_parallel.plan.autograd_graph import met_first
 
 
@@ -102,17 +102,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Restored: training flags, `requires_grad`, and what `unchanged` restores.
     """
-    training = {module: module.training for module in model.modules()}
     parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    with unchanged(model):
+    with unchanged(model), in_mode(model, trains=False):
         try:
-            model.eval()
             for parameter, _ in parameters:
                 parameter.requires_grad_(parameter.is_floating_point())
             yield
         finally:
-            for module, mode in training.items():
-                module.training = mode
             for parameter, required in parameters:
                 parameter.requires_grad_(required)
 
@@ -252,16 +248,12 @@ def trace_linears(model: nn.Module, linears: Mapping[str, LinearInfo], sample: M
 
 def _read_in_training(model: nn.Module, sample: Mapping[str, Any]) -> set[str]:
     """Parameters read from outside their module in training mode only; the mode is left as it was."""
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        with torch.no_grad(), _reader_stack(model) as reads:
-            run(model, sample)
-    except Exception:  # noqa: BLE001  a model may insist on labels in training; what was read until then counts
-        return reads.foreign
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with in_mode(model, trains=True):
+        try:
+            with torch.no_grad(), _reader_stack(model) as reads:
+                run(model, sample)
+        except Exception:  # noqa: BLE001  a model may insist on labels in training; what was read until then counts
+            return reads.foreign
     return reads.foreign
 
 
