@@ -23,6 +23,7 @@ from hf_parallel.compat.private_torch import (
 )
 from hf_parallel.compat.torch_tools import is_elementwise, mixes_elements, own_shape, pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
+from hf_parallel.guards.gradients.of_whole import OfWhole, ordinary
 from hf_parallel.guards.gradients.shown_ops import COPIES, IN_PLACE, LINEAR, NAMES_OF_NORMS, NORMS, SAME, VIEWS, aten
 from hf_parallel.guards.gradients.stands import Part, Stand, Sums, refuse_kept
 
@@ -127,6 +128,8 @@ class SharedGradient(Stand):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run functions that mix elements on the whole tensor instead of the shard: they would count this rank's rows alone."""
         kwargs = kwargs or {}
+        if OfWhole in types:
+            args, kwargs = ordinary((args, kwargs))
         if getattr(func, "__name__", "") not in NAMES_OF_NORMS and mixes_elements(func):
             shard, out = _shard_in(args, kwargs), kwargs.get("out")
             if shard is not None and isinstance(out, SharedGradient):
@@ -290,7 +293,7 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
         return target.copy_(func.overloadpacket(*_whole(args), **_whole(others)))
     if (changes or func.is_view) and args[0] is first:
         return _on_opened(func, args, kwargs, first, changes=changes)
-    return func(*_whole(args), **_whole(kwargs))
+    return _rows_of_whole(func(*_whole(args), **_whole(kwargs)), first)
 
 
 def _on_whole(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
@@ -308,7 +311,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
             or first.changed is not None
             or not any(leaf.untyped_storage().data_ptr() in sources for leaf in made)
         ):
-            return out
+            return _rows_of_whole(out, first)
     return _on_opened(func, args, kwargs, first, changes=changes)
 
 
@@ -318,6 +321,16 @@ def _on_opened(func: Any, args: Any, kwargs: Any, first: SharedGradient, *, chan
     if changes and first.changed is not None:
         first.changed.copy_(first.part.cut(out))
     return first if changes else out
+
+
+def _rows_of_whole(out: Any, first: SharedGradient) -> Any:
+    """The result of a function of a whole gradient, in which numbers for its rows or columns say of what they are."""
+    name, full_size, count = first.part.name, first.part.full_size, first.numel()
+    return pytree.tree_map_only(
+        Tensor,
+        lambda leaf: OfWhole.of(leaf, name) if full_size in leaf.shape and leaf.numel() < count else leaf,
+        out,
+    )
 
 
 def _shard_in(args: Any, kwargs: Any) -> SharedGradient | None:
