@@ -5,7 +5,7 @@ Clipping by units (timm's `adaptive_clip_grad`) puts them beside norms of the ro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class OfWhole(torch.Tensor):
         except RuntimeError as error:
             if isinstance(error, UnsupportedError) or "size" not in str(error):
                 raise
-            raise UnsupportedError(_unlike_rows(given[0])) from error
+            _refuse_unlike(given[0], error)
         return pytree.tree_map(
             lambda leaf: (
                 OfWhole.of(leaf, given[0].parameter_name) if type(leaf) is Tensor and leaf.shape == shape else leaf
@@ -71,10 +71,15 @@ def ordinary(tree: Any) -> Any:
         return pytree.tree_map_only(OfWhole, lambda leaf: leaf.as_subclass(Tensor), tree)
 
 
-def _unlike_rows(given: OfWhole) -> str:
-    return (
+def _refuse_unlike(given: OfWhole, error: Exception) -> NoReturn:
+    """Refuse a function that torch cannot carry out for tensors of these sizes.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
         f"numbers of p.grad of {given.parameter_name}, of the shape {tuple(ordinary(given).shape)}, are put beside a tensor that they do not "
         "fit, with tp_size (or ep_size) above 1: rows and columns of a gradient are those of the whole, and those of a weight in a loop "
         "of your own are this rank's part. Take those of the whole weight, torch.zeros_like(p.grad) + p.detach() in place of "
         "p.detach(), or do it in a callback of a Trainer (on_pre_optimizer_step), where both are whole, or set tp_size to 1."
-    )
+    ) from error
