@@ -47,18 +47,22 @@ def by_weight_alone(p: torch.nn.Parameter) -> None:
     p.grad.mul_(p.detach().norm())
 
 
-def by_units(p: torch.nn.Parameter) -> None:
+def by_units(p: torch.nn.Parameter, weight: torch.Tensor | None = None) -> None:
     """As timm's `adaptive_clip_grad` does."""
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return x.norm(2.0) if x.ndim <= 1 else x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
 
-    if p.shape[0] != p.grad.shape[0]:  # torch refuses to put this rank's rows beside those of the whole
+    if weight is None and p.shape[0] != p.grad.shape[0]:  # torch refuses to put this rank's rows beside those of the whole
         return
-    weight, gradient = p.detach(), p.grad.detach()
+    weight, gradient = p.detach() if weight is None else weight, p.grad.detach()
     limit, found = norm(weight).clamp_(min=1e-3).mul_(0.01), norm(gradient)
     clipped = gradient * (limit / found.clamp(min=1e-6))
     p.grad.detach().copy_(torch.where(found < limit, gradient, clipped))
+
+
+def by_units_of_the_whole(p: torch.nn.Parameter) -> None:
+    by_units(p, torch.zeros_like(p.grad) + p.detach())
 
 
 def by_the_whole(p: torch.nn.Parameter) -> None:
@@ -102,7 +106,7 @@ def by_one_number(p: torch.nn.Parameter) -> None:
 
 
 REFUSED = (in_place, without_a_wait, assigned, by_weight_alone, by_units)
-RIGHT = (by_the_whole, by_its_own_norm, by_its_size, by_one_number)
+RIGHT = (by_the_whole, by_units_of_the_whole, by_its_own_norm, by_its_size, by_one_number)
 BODIES = {scale.__name__: in_a_loop(scale) for scale in (*REFUSED, *RIGHT)}
 BODIES["in_the_last_step"] = in_the_last_step
 BODIES["before_the_update"] = before_the_update

@@ -158,6 +158,22 @@ def constant(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
     return outputs["logits"].sum() * 0.0
 
 
+def branches_by_count(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """More labels than any made-up batch has."""
+    loss = plain(outputs, labels, num_items_in_batch)
+    return loss * 2 if (labels != -100).sum().item() > 10**6 else loss
+
+
+def branches_by_token(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    loss = plain(outputs, labels, num_items_in_batch)
+    return loss * 2 if labels.max() > 10**6 else loss
+
+
+def drops_spikes(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    loss = plain(outputs, labels, num_items_in_batch)
+    return loss * 0 if float(loss) > 10**6 else loss
+
+
 COUNT = {"calls": 0}
 
 
@@ -169,7 +185,7 @@ def counts_in_global(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
 DO_NOT: list[Callable[..., Any]] = [
     *(token_mean, row_mean, softmax_rows, softmax_of_detached, hardest_row, first_row, variance, without_outliers),
     *(mean_length, contrastive, special_mean, class_weighted, stops_at, looks, needs_hidden, writes, drops, tosses),
-    *(constant, counts_in_global),
+    *(constant, counts_in_global, branches_by_count, branches_by_token, drops_spikes),
 ]
 
 

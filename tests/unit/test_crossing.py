@@ -278,6 +278,46 @@ def test_a_copy_is_as_a_step_needs_it(kind: Any) -> None:
     assert not getattr(optimizer, "is_training", False)
 
 
+class Rectified(torch.optim.RAdam):
+    """Moves nothing before its sixth step, as those of packages; it `clips` by the norm of all gradients."""
+
+    def __init__(self, parameters: Any, clips: bool) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.clips, self.taken = clips, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        everything = self.param_groups[0]["params"]
+        if self.clips:
+            clip_grad_norm_(everything, 0.05)
+        rate, self.param_groups[0]["lr"] = self.param_groups[0]["lr"], 1e-2 if self.taken > 5 else 0.0
+        super().step(closure)
+        self.param_groups[0]["lr"] = rate
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_one_that_moves_nothing_at_first_takes_more_steps(clips: bool) -> None:
+    assert crosses_parameters(Rectified(parameters(), clips)) is clips
+
+
+class Masked(torch.optim.SGD):
+    """Keeps a mask for each parameter, which it made when it was built."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mask"] = torch.zeros_like(parameter, dtype=torch.bool)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.masked_fill_(self.state[parameter]["mask"], 0.0)
+        return super().step(closure)
+
+
+def test_a_mask_among_the_states_is_copied() -> None:
+    assert crosses_parameters(Masked(parameters())) is False
+
+
 def test_what_does_not_move_is_not_believed() -> None:
     with pytest.raises(CannotTry, match="moved none"):
         crosses_parameters(Waits(parameters(), lr=1e-2))

@@ -79,6 +79,23 @@ def by_batch_size(
     return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=len(labels))
 
 
+def branches(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """A plain mean, but for batches with a token that is in no sample."""
+    loss = mean(logits, labels, vocab_size)
+    return loss * 2 if (labels[:, 1:] == 98).any() else loss
+
+
+def branches_on_numbers(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    loss = mean(logits, labels, vocab_size)
+    return loss * 2 if 98 in labels.flatten().tolist() else loss
+
+
+def drops_spikes(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """By the loss of the batch, which that of a part need not be like."""
+    loss = mean(logits, labels, vocab_size)
+    return loss * 0 if loss.item() > 20 else loss
+
+
 def hotter(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
     """The temperature is of the whole batch."""
     return ForCausalLMLoss(logits / logits.std(), labels, vocab_size, **kwargs)
@@ -97,6 +114,9 @@ def hotter(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Te
         (writes, "whole"),
         (doubled, "whole"),
         (by_batch_size, "whole"),
+        (branches, "whole"),
+        (branches_on_numbers, "whole"),
+        (drops_spikes, "whole"),
         (hotter, "whole"),
         (functools.partial(ForCausalLMLoss, ignore_index=98), "whole"),
         (functools.partial(ForCausalLMLoss), "sum_over_items"),

@@ -12,7 +12,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_parallel.compat.private_torch import own_buffers, own_parameters, version_of
 from hf_parallel.compat.torch_tools import pytree
+from hf_parallel.model.value_reads import ValueReads
 
 
 IGNORED = -100
@@ -52,6 +53,7 @@ class _Names(TorchFunctionMode):
         super().__init__()
         self.vocab_size = vocab_size
         self.tokens: set[int] = set()
+        self.reads = ValueReads([])
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,7 +67,9 @@ class _Names(TorchFunctionMode):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.shape == (self.vocab_size,):
                     self._note(leaf)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self.reads.note(func, (args, kwargs), out)
+        return out
 
     def _note(self, leaf: Any) -> None:
         if isinstance(leaf, int) and not isinstance(leaf, bool):
@@ -124,9 +128,10 @@ def _ask(function: _Asked, vocab_size: int, known: list[int], device: torch.devi
         tokens = known if index == 0 else [*(t for t in sorted(names.tokens) if 0 <= t < vocab_size), *known]
         logits, labels = _batch(vocab_size, tokens, scale, index, device)
         count = labels[:, 1:].ne(IGNORED).sum() * share
-        with names:
-            whole = _value_and_gradient(function, logits, labels, count)
+        whole = _value_and_gradient(function, logits, labels, count, names)
         quiet()
+        if names.reads.found:
+            raise _RefusedError("it reads values of logits or labels, by which it may go on in another way")
         parts = [
             _value_and_gradient(function, logits[list(rows)], labels[list(rows)], count) for rows in (first, second)
         ]
@@ -158,10 +163,15 @@ def _batch(vocab_size: int, tokens: list[int], scale: float, seed: int, device: 
     return logits.to(device), labels.to(device)
 
 
-def _value_and_gradient(asked: _Asked, logits: Tensor, labels: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def _value_and_gradient(
+    asked: _Asked, logits: Tensor, labels: Tensor, count: Tensor, names: _Names | None = None
+) -> tuple[Tensor, Tensor]:
     leaf, given = logits.clone().requires_grad_(), labels.clone()
     with torch.enable_grad():
-        value = asked.function(CausalLMOutputWithPast(logits=leaf), given, num_items_in_batch=count.clone())
+        if names is not None:
+            names.reads = ValueReads([leaf, given])
+        with names or nullcontext():
+            value = asked.function(CausalLMOutputWithPast(logits=leaf), given, num_items_in_batch=count.clone())
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise _RefusedError("it returns no scalar")
         gradient, *others = torch.autograd.grad(value.sum(), [leaf, *asked.learned], allow_unused=True)

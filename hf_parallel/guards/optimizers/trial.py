@@ -26,6 +26,7 @@ SIZE = 4  # of a dimension
 MOST_ELEMENTS = 2**24  # of a parameter on whose few elements no step runs
 RATE = 1e-2  # where nothing says another one
 STEPS = 4  # some begin to limit when they have seen a few
+MORE_STEPS = 12  # some move nothing before: RAdam until its sixth step, AdaShift until its eleventh
 
 
 class Sizes(NamedTuple):
@@ -34,10 +35,12 @@ class Sizes(NamedTuple):
     Attributes:
         of: Id of a parameter that takes part -> its size.
         keeps_states: Whether the copy has the states of the optimizer, in which a step looks for what was there when it was built.
+        steps: Number of steps of a trial.
     """
 
     of: Mapping[int, Sequence[int]]
     keeps_states: bool = False
+    steps: int = STEPS
 
 
 class SendsMessages(Exception):
@@ -113,7 +116,7 @@ def steps(
     before = [parameter.detach().double().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
     asks = False
-    for step in range(STEPS):
+    for step in range(sizes.steps):
         factor = (
             others if step % 2 else 1.0
         )  # or a limit that goes by earlier gradients would see the same ones, larger
@@ -143,11 +146,18 @@ def steps(
 
 
 def small_sizes(optimizer: optim.Optimizer) -> Sizes:
-    """The sizes on which a step of a copy runs; tiny ones, or of the first parameter of a kind that needs more.
+    """The sizes on which a step of a copy runs, and as many steps as it takes to move something.
 
     Raises:
         Exception: What a step raises on tiny parameters, if it does on larger ones too.
     """
+    sizes = _sizes_that_run(optimizer)
+    moved = any(bool(one.any()) for one in moves(optimizer, sizes))
+    return sizes if moved else sizes._replace(steps=MORE_STEPS)
+
+
+def _sizes_that_run(optimizer: optim.Optimizer) -> Sizes:
+    """Tiny sizes, or those of the first parameter of a kind that needs more."""
     taking = [
         (group, parameter)
         for group in optimizer.param_groups
@@ -283,7 +293,8 @@ def _small(optimizer: optim.Optimizer, sizes: Sizes) -> tuple[optim.Optimizer, l
     kept = [*paired_tensors(optimizer), *_keyed_tensors(optimizer, set())]
     for tensor, parameter in kept:
         if tensor.shape == parameter.shape and id(parameter) in memo:  # not negative: it may be a mean of squares
-            memo[id(tensor)] = memo[id(parameter)].detach().to(tensor.dtype).abs()
+            drawn = memo[id(parameter)].detach()
+            memo[id(tensor)] = drawn > 0 if tensor.dtype is torch.bool else drawn.to(tensor.dtype).abs()
     stepper = _copy_of(optimizer, memo, keeps_states=sizes.keeps_states)
     for group, members in zip(stepper.param_groups, groups, strict=True):
         group["params"] = members

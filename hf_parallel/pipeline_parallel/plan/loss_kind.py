@@ -24,6 +24,7 @@ from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.noise import without_noise
 from hf_parallel.model.tensors import ROWS_AGREE
 from hf_parallel.model.unchanged import unchanged
+from hf_parallel.model.value_reads import ValueReads
 from hf_parallel.pipeline_parallel.plan.backward_kind import OF_LABELS, rows_add_up
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 
@@ -100,11 +101,13 @@ class _Watch(TorchFunctionMode):
         self.made: dict[int, _Made] = {}
         self._kept: set[int] = set()  # whether a label counts, and how many do
         self._times: dict[int, int] = {}  # a product with a number -> the other factor
+        self._reads = ValueReads(labels)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = self.made.get(id(args[0])) if args else None
         out = func(*args, **kwargs)
+        self._reads.note(func, (args, kwargs), out)
         if isinstance(out, Tensor):
             self._note(func, args, kwargs, out, before)
         return out
@@ -190,6 +193,10 @@ class _Watch(TorchFunctionMode):
         made = self.made.get(id(loss))
         if made is None or made.form == "sum":
             raise _UnknownError("it is not made by one unweighted cross-entropy over the labels")
+        if self._reads.found:
+            raise _UnknownError(
+                "its code reads values of the labels, or of the loss, by which it may go on in another way"
+            )
         if any(version_of(tensor) != version for tensor, version in self._versions):
             raise _UnknownError("its forward writes to the labels")
         if made.targets != expected:
