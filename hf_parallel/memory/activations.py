@@ -16,6 +16,7 @@ from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
+from hf_parallel.settings.sequence_rules import method_of
 
 
 LOSS_CHUNK: Final = 2**22  # elements: of `tensor_parallel.run.vocab_loss`
@@ -194,6 +195,8 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
             with_gradients=not shape.adapters,
             whole_experts=stay_whole(shape.expert_width, layout.tp_size),
             numbers=shape.numbers,
+            ep_size=layout.ep_size,
+            exchanging=_exchanging(shape, layout),
         )
     )
     loss, head = parts.loss, parts.head
@@ -204,6 +207,12 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
         normed = _normed(recorded, stages)
         loss, head = _parts_of_split_vocabulary(shape, layout, stages.tokens, normed, recorded.steps)
     return replace(parts, loss=loss, head=head)
+
+
+def _exchanging(shape: ModelShape, layout: Layout) -> int:
+    """Number of ranks that exchange parts of a row for heads; 1 where keys go round them."""
+    heads = max(1, shape.heads // layout.tp_size) if shape.heads else None
+    return layout.sp_size if method_of(layout.sp_attention, heads, layout.sp_size) == "ulysses" else 1
 
 
 def _normed(recorded: Recorded, stages: Stages) -> float:

@@ -79,6 +79,16 @@ def test_the_rank_with_most_heads_counts() -> None:
         assert summed([change], Batch(1, 1, tp_size=3)).kept == pytest.approx(expected)
 
 
+def test_ranks_that_exchange_heads_have_whole_rows_of_as_many_heads_on_each() -> None:
+    """6 heads on 4 ranks: 2 on each, of which some are filled in; a mask of all heads is whole on each."""
+    scores = Change(0, 0, 1, whole=False, heads=(6, 6))
+    mask = Change(0, 0, 1, whole=False, is_gathered=True)
+    for ranks, expected in ((1, [1, 1]), (2, [1, 2]), (3, [1, 3]), (4, [8 / 6, 4])):
+        found = [summed([one], Batch(1, 1, exchanging=ranks)).kept for one in (scores, mask)]
+        assert found == pytest.approx(expected)
+    assert summed([scores], Batch(1, 1, tp_size=2, exchanging=2)).kept == pytest.approx(1 / 2 * 4 / 3)
+
+
 def test_what_is_routed_to_whole_experts_is_on_every_rank() -> None:
     changes = [Change(80, 12, 0, whole=False, is_routed=True)]
     for whole, kept in ((False, 3), (True, 12)):
@@ -369,6 +379,16 @@ SEEN: Final = {
         "fp32",
         "none",
         Work(4, 1000),
+        0,
+        False,
+    ),
+    "scores and masks of ranks that exchange heads": Draw(
+        "gemma2",
+        GATED_SMALL | {"hidden_size": 384, "num_attention_heads": 6, "head_dim": 64, "sliding_window": 128},
+        "sp4",
+        "fp32",
+        "none",
+        Work(4, 512),
         0,
         False,
     ),
