@@ -9,11 +9,11 @@ import pytest
 from transformers import GPT2Config
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.estimate import states
+from hf_parallel.memory.terms import layout_of as memory_layout_of
 from hf_parallel.planner.hardware import Cluster, gpu_table
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.predict import COMPRESSED, predict
-from hf_parallel.memory.estimate import states
-from hf_parallel.memory.terms import layout_of as memory_layout_of
 from hf_parallel.planner.read_layout import layout_of
 from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.planner.search import plan
