@@ -61,7 +61,7 @@ class _Widening:
                 )
 
     def _values(self, rewrite: AttributeRewrite) -> tuple[Any, ...]:
-        """What an attribute is in the narrow model, and in the wide one."""
+        """The attribute in the narrow model, and in the wide one."""
         models = (self.narrow, self.wide)
         return tuple(_value(model.get_submodule(rewrite.module), rewrite.attribute) for model in models)
 
