@@ -171,12 +171,12 @@ def sending_of(
     usual = layout.bucket_cap_mb * 2**20 / SUMMED
     among, last = min(trained, usual), min(trained, max(usual, shape.largest / layout.tp_size))
     if layout.stage == 0:  # all of the sums stay, in fp32
-        return Sending(element * among, element * last, SUMMED / element)
-    each = SUMMED + element
+        return Sending(element * among, element * last, SUMMED / element, element * usual)
     if is_first:
-        return Sending(0.0, each * last)
+        return Sending(0.0, (SUMMED + element) * last)
+    each = SUMMED * (1 - 1 / layout.num_shards) + element  # its sum comes when the gradients are gone
     if layout.stage == 1:
-        return Sending(each * among, each * last, SUMMED / layout.num_shards / element)
+        return Sending(each * among, each * last, SUMMED / layout.num_shards / element, element * usual)
     return Sending(each * among, each * last, 2.0 if passes > 1 else 1.0)  # parts of earlier passes are there already
 
 

@@ -270,11 +270,13 @@ class Sending(NamedTuple):
         among: Bytes of a message beside the gradients that it is of, while blocks still run.
         last: The same of the last message, which may be of a large table.
         left: What a gradient that was sent still takes, as a multiple of what it took: a sum in fp32, or a part of that.
+        message: Bytes of gradients that fill a message: fewer are not sent until the last one is there.
     """
 
     among: float = 0.0
     last: float = 0.0
     left: float = 1.0
+    message: float = 0.0
 
 
 NOTHING, TABLE, EARLY, ALL = range(4)  # gradients of a stage: none, the head's, all but those that come last, all
@@ -391,8 +393,9 @@ def terms_at(moment: Moment, stages: Sequence[StageParts], sent: Sending, gather
         # As it begins: of this pass there is none but the head's, which is widened.
         on_way = min(sent.last, WIDENED * own.table)
     elif moment.is_sent and kind == "embedding":
-        each[moment.place] *= sent.left
-        on_way = sent.among
+        if each[moment.place] >= sent.message:
+            each[moment.place] *= sent.left
+            on_way = sent.among
     elif moment.is_sent:
         each = [sent.left * one for one in each]
         on_way = sent.last

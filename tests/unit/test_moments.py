@@ -199,6 +199,20 @@ def test_gradients_of_16_bit_that_were_sent_are_sums_in_fp32() -> None:
     assert most("gpipe", 1, 1, [stage(kept=30, gradients=100)], Sending(10, 20, 0.5)) == [70]
 
 
+def test_gradients_that_fill_no_message_wait_for_the_last_one() -> None:
+    """While the last block runs backward: 80 that are sent are 40 beside a message of 60, or are all there without one."""
+    own = stage(kept=30, gradients=100, late=20, backward=50)
+    for message, expected in ((50, 50 + 40 + 60), (90, 50 + 80)):
+        assert most("gpipe", 1, 1, [own], Sending(60, 60, 0.5, message)) == [expected]
+
+
+def test_a_message_has_its_gradients_beside_it_and_the_sum_after_these() -> None:
+    shape = ModelShape(1000, 1, 8, 16, 100, 2, 2, 4, largest=10)
+    for stage_of_zero, left in ((1, 1 / 4), (2, 1.0)):
+        sending = sending_of(1000.0, shape, Layout(4, 4, stage=stage_of_zero, precision="fp32"))
+        assert (sending.among, sending.last, sending.left) == (7000, 7000, left)  # 4 and 4 bytes, less a quarter of 4
+
+
 def test_the_first_step_of_zero_2_has_whole_gradients_and_no_state_of_adam() -> None:
     shape = ModelShape(1000, 1, 8, 16, 100, 2, 2, 4, largest=10)
     layout = Layout(8, 8, stage=2, precision="fp32")
@@ -226,7 +240,7 @@ def test_a_pipeline_has_whole_gradients_with_stage_2_too() -> None:
 def test_a_message_of_a_large_table_is_as_large() -> None:
     shape = ModelShape(10**9, 1, 8, 16, 100, 2, 2, 4, largest=10**8)
     sending = sending_of(1e9, shape, Layout(2, 2, precision="fp32"))
-    assert sending == Sending(25 * 2**20, 4e8, 1.0)
+    assert sending == Sending(25 * 2**20, 4e8, 1.0, 25 * 2**20)
 
 
 def test_a_block_that_fills_rows_up_takes_whole_chunks() -> None:
@@ -379,6 +393,16 @@ SEEN: Final = {
         "fp32",
         "none",
         Work(4, 1000),
+        0,
+        False,
+    ),
+    "gradients that are sent in one message": Draw(
+        "gpt2",
+        {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 1000},
+        "zero1",
+        "fp32",
+        "every 1",
+        Work(4, 128),
         0,
         False,
     ),

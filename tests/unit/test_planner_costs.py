@@ -383,9 +383,7 @@ def test_the_published_activations_come_out(
 def test_a_fused_loss_keeps_a_third_of_the_bytes_of_a_logit_and_is_never_slower() -> None:
     profile, cluster = SMALL, Cluster(1, 1, "a100_80")
     layout = {"micro_batch": 4, "param_dtype": "fp32"}  # states as every system has them
-    stored, fused = (
-        predict(profile, cluster, layout | {"loss": loss}, seq_len=512) for loss in ("logits", "fused")
-    )
+    stored, fused = (predict(profile, cluster, layout | {"loss": loss}, seq_len=512) for loss in ("logits", "fused"))
     assert fused.memory_bytes["logits"] == pytest.approx(stored.memory_bytes["logits"] / 3)
     assert fused.step_s < stored.step_s
     assert predict(profile, cluster, layout, seq_len=512).memory_bytes == stored.memory_bytes
