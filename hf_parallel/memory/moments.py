@@ -37,6 +37,7 @@ class Change:
         heads: Number of heads that it is of, and of those of keys and values, which ranks share as whole ones; zeros if it is of none.
         is_routed: Whether it is of the experts: of their weights, or of the tokens that go to them.
         width: Width of the feed-forward part, if it is of that; else 0.
+        is_sent: Whether it is the result of a product that tensor-parallel ranks hand to each other: a sum, or a part to be gathered.
     """
 
     fixed: float
@@ -51,6 +52,7 @@ class Change:
     heads: tuple[int, int] = (0, 0)
     is_routed: bool = False
     width: int = 0
+    is_sent: bool = False
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,18 @@ def test_blocks_that_run_again_have_what_their_forward_passes() -> None:
     assert (part.again, part.backward) == (2 * 40, 90 * 4)
 
 
+def test_what_ranks_hand_to_each_other_is_made_again_by_selective_recomputation() -> None:
+    """10 of each token are summed over the ranks, 30 are of a product that each has half of."""
+    shape = ModelShape(9000, 2, 8, 16, 100, 2, 2, 4)
+    forward = (Change(0, 10, 0, whole=True, is_sent=True), Change(0, 30, 0, whole=False))
+    recorded = Recorded((), forward, (), (), (Change(0, 5, 0, whole=True),), runs_again=True)
+    for mode, kept, backward in (("selective", 2 * 15, 5 + 10), ("block", 2 * (10 + 15), 5)):
+        recompute = ActivationCheckpointingConfig(every=2, mode=mode)
+        layout = Layout(2, 2, tp_size=2, precision="fp32", recompute=recompute)
+        (part,) = stage_parts(shape, recorded, layout, Stages(1, 1, (0,), (2,), (2.0,)), 0, 0.0)
+        assert (part.kept, part.backward) == (kept, backward)
+
+
 # Set-ups in which predictions were wrong, each for a reason of its own.
 STATES: Final = {
     "hidden_size": 256,
@@ -393,6 +405,16 @@ SEEN: Final = {
         "fp32",
         "none",
         Work(4, 1000),
+        0,
+        False,
+    ),
+    "results that ranks gather are not kept": Draw(
+        "olmo2",
+        GATED_SMALL,
+        "tp2",
+        "fp32",
+        "selective",
+        Work(4, 512),
         0,
         False,
     ),
