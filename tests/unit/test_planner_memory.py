@@ -340,7 +340,7 @@ def test_states_are_whole_and_activations_are_what_they_add() -> None:
     assert [terms[name] for name in ("weights", "gradients", "optimizer")] == [
         2 * parameters,
         2 * parameters,
-        12 * parameters,
+        4 * parameters,
     ]
     assert min(terms.values()) >= 0
 
