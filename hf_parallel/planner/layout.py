@@ -139,7 +139,7 @@ class LayoutSpec:
 
     @property
     def _mixed_bytes(self) -> tuple[float, float, float]:
-        """Those that are given, or those of other systems: in 16 bit mixed precision with a copy in fp32."""
+        """Bytes per parameter as given, or as other systems have them: in 16 bit mixed precision with a copy in fp32."""
         is_half = self.dtype != "fp32" and (self.param_dtype != "fp32" or self.engine == "deepspeed")
         return self.state_bytes or STATE_BYTES[self.engine, is_half]
 
