@@ -422,7 +422,9 @@ def _by_part(
         of_all = id(block) in all_heads or (len(block.shape) == len("bhqk") and block.shape[1] == 1 != block.shape[-2])
         return Size(
             *(float(change), whole, block.kind == "gradients", of_all, is_cast),
-            *(order, readers * is_input, heads, width, (block.op, _module_of(block)) in known.sent, is_routed),
+            *(order, readers * is_input, heads, width),
+            is_sent=(block.op, _module_of(block)) in known.sent,
+            is_routed=is_routed,
         )
 
     # What the embedding made and a frame holds until the model returns: where there are stages, it is not on the last one.
