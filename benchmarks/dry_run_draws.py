@@ -76,7 +76,12 @@ LAYOUTS: Final[dict[str, tuple[dict[str, Any], int]]] = {
     "pp2 zero1": ({"pp_size": 2, "pipeline": EVEN | {"num_microbatches": 4}, "zero": {"stage": 1}}, 4),
     "tp2 zero1": ({"tp_size": 2, "zero": {"stage": 1}}, 4),
 }
-FURTHER: Final[dict[str, tuple[dict[str, Any], int]]] = {"zero2 of 8": ({"zero": {"stage": 2}}, 8)}  # not drawn
+FURTHER: Final[dict[str, tuple[dict[str, Any], int]]] = {  # not drawn
+    "zero2 of 8": ({"zero": {"stage": 2}}, 8),
+    "sp4": ({"sp_size": 4}, 4),
+    "ep2": ({"ep_size": 2}, 2),
+    "ep2 zero1": ({"ep_size": 2, "zero": {"stage": 1}}, 4),
+}
 RECOMPUTED: Final[dict[str, dict[str, Any]]] = {
     "none": {},
     "every 1": {"every": 1},

@@ -212,12 +212,11 @@ def _loading(spec: LayoutSpec) -> str:
 
 def _count(path: Path, model: str, spec: LayoutSpec, seq_len: int) -> str:
     """The command that counts the memory of what was written."""
-    from hf_parallel.planner.own import precision_of
     from hf_parallel.planner.recipe import rows_of
 
     adapters = f" --adapters {spec.adapters}" if spec.adapters else ""
     bits = f" --bits {spec.block_bits:g}" if spec.block_bits else ""
     return (
         f"hf-parallel validate {path.name} --model {model} --rows {rows_of(spec)} --length {seq_len} "
-        f"--dtype {precision_of(spec)}{adapters}{bits}"
+        f"--dtype {spec.precision}{adapters}{bits}"
     )

@@ -16,6 +16,7 @@ from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
+from hf_parallel.settings.sequence_rules import method_of
 
 
 LOSS_CHUNK: Final = 2**22  # elements: of `tensor_parallel.run.vocab_loss`
@@ -187,15 +188,18 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
     """Bytes that a microbatch takes in each part of the model, with the head and the loss of the layout."""
     # What is gathered is in the precision that computes, and gradients are sent at once.
     gathers = layout.engine == "fsdp2" and layout.stage > 0
-    parts = recorded.parts(
-        Batch(
-            *(stages.tokens, stages.length, layout.tp_size, layout.sequence_parallel),
-            with_fixed=not gathers,
-            with_gradients=not shape.adapters,
-            whole_experts=stay_whole(shape.expert_width, layout.tp_size),
-            numbers=shape.numbers,
-        )
+    batch = Batch(
+        *(stages.tokens, stages.length, layout.tp_size, layout.sequence_parallel),
+        with_fixed=not gathers,
+        with_gradients=not shape.adapters,
+        whole_experts=stay_whole(shape.expert_width, layout.tp_size),
+        numbers=shape.numbers,
+        ep_size=layout.ep_size,
+        exchanging=_exchanging(shape, layout),
     )
+    parts = recorded.parts(batch)
+    if layout.tp_size > 1 and layout.recompute.products is not None:
+        parts = _without_what_is_sent(parts, summed([one for one in recorded.forward if one.is_sent], batch).kept)
     loss, head = parts.loss, parts.head
     if _is_without_logits(shape, layout, stages.tokens):
         normed = _normed_for_tiles(shape, layout, recorded, stages)
@@ -204,6 +208,18 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
         normed = _normed(recorded, stages)
         loss, head = _parts_of_split_vocabulary(shape, layout, stages.tokens, normed, recorded.steps)
     return replace(parts, loss=loss, head=head)
+
+
+def _without_what_is_sent(parts: Parts, sent: float) -> Parts:
+    """The parts of a selectively recomputed block on one of several ranks: what products give to messages is not kept, and made again."""
+    forward = replace(parts.forward, kept=parts.forward.kept - sent)
+    return replace(parts, forward=forward, backward=replace(parts.backward, most=parts.backward.most + sent))
+
+
+def _exchanging(shape: ModelShape, layout: Layout) -> int:
+    """Number of ranks that exchange parts of a row for heads; 1 where keys go round them."""
+    heads = max(1, shape.heads // layout.tp_size) if shape.heads else None
+    return layout.sp_size if method_of(layout.sp_attention, heads, layout.sp_size) == "ulysses" else 1
 
 
 def _normed(recorded: Recorded, stages: Stages) -> float:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from itertools import accumulate, pairwise
 from typing import Any
 
-from hf_parallel.tensor_parallel.units import NONE, most_of
+from hf_parallel.tensor_parallel.units import NONE, most_of, unit_sizes
 
 
+@functools.lru_cache(maxsize=1024)
 def most_heads(heads: int, kv_heads: int, tp_size: int, numbers: frozenset[int] = NONE) -> tuple[int, int]:
     """Heads of queries and of keys and values on the rank with most.
 
-    Ranks share whole groups of a key-value head and its queries. Where there are fewer of these than ranks, each rank has all
-    projections of keys and values, and a part of the queries.
+    Ranks share the queries as evenly as each may have as many of them for one key-value head as for another. Where there are fewer of
+    these than ranks, each rank has all projections of keys and values.
 
     Args:
         heads: Heads of queries.
@@ -19,10 +23,18 @@ def most_heads(heads: int, kv_heads: int, tp_size: int, numbers: frozenset[int] 
         tp_size: Ranks that share them.
         numbers: Numbers of the module, and of its config.
     """
-    if kv_heads < tp_size:
-        return int(most_of(heads, tp_size, numbers)), kv_heads
-    own = int(most_of(kv_heads, tp_size, numbers))
-    return own * (heads // kv_heads), own
+    units = unit_sizes(heads, tp_size, numbers | {kv_heads})
+    unit = next((one for one in units if _reads_evenly(heads, heads // kv_heads, tp_size, one)), 1)
+    own = most_of(heads, tp_size, unit)
+    return own, kv_heads if kv_heads < tp_size else own * kv_heads // heads
+
+
+def _reads_evenly(heads: int, group: int, tp_size: int, unit: int) -> bool:
+    """Whether each rank has as many queries of each key-value head that it reads, which `group` of them belong to."""
+    each, more = divmod(heads // unit, tp_size)
+    ends = [0, *accumulate(unit * (each + (rank < more)) for rank in range(tp_size))]
+    read = (Counter(head // group for head in range(*ends_of_rank)) for ends_of_rank in pairwise(ends))
+    return all(len(set(counts.values())) == 1 for counts in read)
 
 
 def beyond_even(heads: int, kv_heads: int, tp_size: int, numbers: frozenset[int] = NONE) -> tuple[float, float]:
@@ -42,8 +54,8 @@ def sharing(heads: int, kv_heads: int, tp_size: int, numbers: frozenset[int] = N
         tp_size: Ranks that share them.
         numbers: See `most_heads`.
     """
-    if heads == kv_heads or kv_heads < tp_size:
-        return heads / most_of(heads, tp_size, numbers)
+    if heads == kv_heads:
+        return heads / most_of(heads, tp_size)
     return heads / most_heads(heads, kv_heads, tp_size, numbers)[0]
 
 

@@ -37,6 +37,7 @@ class Change:
         heads: Number of heads that it is of, and of those of keys and values, which ranks share as whole ones; zeros if it is of none.
         is_routed: Whether it is of the experts: of their weights, or of the tokens that go to them.
         width: Width of the feed-forward part, if it is of that; else 0.
+        is_sent: Whether it is the result of a product that tensor-parallel ranks hand to each other: a sum, or a part to be gathered.
     """
 
     fixed: float
@@ -51,6 +52,7 @@ class Change:
     heads: tuple[int, int] = (0, 0)
     is_routed: bool = False
     width: int = 0
+    is_sent: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class Batch:
         with_gradients: Whether gradients of the recorded parameters are there.
         whole_experts: Whether every tensor-parallel rank has all experts whole.
         numbers: See `ModelShape`.
+        ep_size: Number of replicas that share the experts of each block, of which they get as many tokens as they send.
+        exchanging: Number of ranks that exchange parts of a row for heads of it, and so have whole rows of some heads.
     """
 
     tokens: float
@@ -150,17 +154,26 @@ class Batch:
     with_fixed: bool = True
     with_gradients: bool = True
     whole_experts: bool = False
-    numbers: tuple[frozenset[int], frozenset[int]] = (NONE, NONE)
+    numbers: frozenset[int] = NONE
+    ep_size: int = 1
+    exchanging: int = 1
 
     def parts_of(self, one: Change) -> float:
         """Number by which what a change is of is divided on the rank with most of it."""
         if one.is_routed and self.whole_experts:
             return 1.0
         if one.heads[0]:
-            return sharing(*one.heads, self.tp_size, self.numbers[0])
+            return sharing(*one.heads, self.tp_size, self.numbers)
         if one.width and self.tp_size > 1:
-            return one.width / most_of(one.width, self.tp_size, self.numbers[1])
+            return one.width / most_of(one.width, self.tp_size)
         return float(self.tp_size)
+
+    def filled_up(self, one: Change) -> float:
+        """Factor of what grows with the square of the length: ranks that exchange fill heads up to as many on each; masks are of all."""
+        if self.exchanging == 1:
+            return 1.0
+        heads = round(one.heads[0] / self.parts_of(one)) if one.heads[0] else 1
+        return math.ceil(heads / self.exchanging) * self.exchanging / heads
 
 
 def summed(changes: Iterable[Change], batch: Batch) -> Part:
@@ -168,7 +181,9 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
     now = most = kept = casts = 0.0
     shares = batch.sequence_parallel and batch.tp_size > 1
     for one in changes:
-        passing = batch.tokens * (one.linear + one.square * batch.length)
+        passing = batch.tokens * one.linear
+        if one.square:
+            passing += batch.tokens * one.square * batch.length * batch.filled_up(one)
         # Of the input, one part is kept as it came, twice as wide, and gathered again for all of them.
         if shares and one.readers:
             passing *= 2 / one.readers
@@ -178,7 +193,7 @@ def summed(changes: Iterable[Change], batch: Batch) -> Part:
         is_there = batch.with_fixed and (batch.with_gradients or not one.is_gradient)
         # Ranks cast by hand, and for no longer, the weights of products that send: the first reader of an input, all that gather it.
         is_there &= not (one.is_cast and batch.tp_size > 1 and (one.order == 1 or (shares and one.order)))
-        fixed = one.fixed / parts * is_there
+        fixed = one.fixed / parts * is_there / (batch.ep_size if one.is_routed else 1)
         now += passing + fixed
         most = max(most, now)
         kept += 0.0 if one.is_gradient else passing
@@ -257,11 +272,13 @@ class Sending(NamedTuple):
         among: Bytes of a message beside the gradients that it is of, while blocks still run.
         last: The same of the last message, which may be of a large table.
         left: What a gradient that was sent still takes, as a multiple of what it took: a sum in fp32, or a part of that.
+        message: Bytes of gradients that fill a message: fewer are not sent until the last one is there.
     """
 
     among: float = 0.0
     last: float = 0.0
     left: float = 1.0
+    message: float = 0.0
 
 
 NOTHING, TABLE, EARLY, ALL = range(4)  # gradients of a stage: none, the head's, all but those that come last, all
@@ -378,8 +395,9 @@ def terms_at(moment: Moment, stages: Sequence[StageParts], sent: Sending, gather
         # As it begins: of this pass there is none but the head's, which is widened.
         on_way = min(sent.last, WIDENED * own.table)
     elif moment.is_sent and kind == "embedding":
-        each[moment.place] *= sent.left
-        on_way = sent.among
+        if each[moment.place] >= sent.message:
+            each[moment.place] *= sent.left
+            on_way = sent.among
     elif moment.is_sent:
         each = [sent.left * one for one in each]
         on_way = sent.last

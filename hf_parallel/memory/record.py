@@ -55,6 +55,7 @@ class Size(NamedTuple):
     readers: int
     heads: tuple[int, int]
     width: int
+    is_sent: bool
     is_routed: bool
 
 
@@ -72,6 +73,7 @@ class Known(NamedTuple):
         shared: See `_shared_results`.
         between: See `_modules_between`.
         gathered: See `_gathered_results`.
+        sent: See `_sent_results`.
         columns: See `_columns`.
         shapes: Shapes of parameters.
         stacks: Shapes of a block's stacks of experts.
@@ -81,6 +83,7 @@ class Known(NamedTuple):
     shared: set[tuple[str, str]]
     between: dict[str, tuple[str, str]]
     gathered: set[tuple[str, str]]
+    sent: set[tuple[str, str]]
     columns: dict[str, tuple[int, int]]
     shapes: set[tuple[int, ...]]
     stacks: set[tuple[int, ...]]
@@ -176,7 +179,7 @@ def _flags(run: Run) -> dict[str, list[tuple[Any, ...]]]:
 
 def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
     sizes = [one.size for one in own]
-    _, whole, is_gradient, is_gathered, is_cast, order, readers, heads, width, _ = own[0]
+    _, whole, is_gradient, is_gathered, is_cast, order, readers, heads, width, is_sent, _ = own[0]
     is_routed = all(one.is_routed for one in own)
     is_gathered |= is_routed and whole  # ranks that share the sequence gather it before its tokens go to experts
     step, first = lengths[1] - lengths[0], lengths[0]
@@ -184,7 +187,7 @@ def _change(own: Sequence[Size], lengths: Sequence[int]) -> Change:
     linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
     fixed = sizes[0] - linear * first - square * first**2
     passing = whole and not fixed, is_gradient, is_gathered and not fixed
-    return Change(fixed, linear, square, *passing, is_cast, order, readers, heads, is_routed, width)
+    return Change(fixed, linear, square, *passing, is_cast, order, readers, heads, is_routed, width, is_sent)
 
 
 def _built(config: Any, precision: Precision, variant: Variant) -> nn.Module:
@@ -246,7 +249,8 @@ def _run(config: Any, length: int, precision: Precision, variant: Variant) -> tu
     columns = {of_any_block(f"{name}.{path}"): place for path, place in _columns(middle).items()}
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
     stacks = {tuple(parameter.shape) for parameter in middle.parameters() if parameter.ndim == len("ewh")}
-    known = Known(shared, between, gathered, columns, shapes, stacks, length)
+    sent = {(op, of_any_block(f"{name}.{path}")) for op, path in _sent_results(middle)}
+    known = Known(shared, between, gathered, sent, columns, shapes, stacks, length)
     ends, text = dict(marks), config.get_text_config()
     steps = _steps(memory.changes[ends["head"] : ends["loss"]], (1, length, text.vocab_size))
     return _by_part(memory, ends, text, known), ends["element"], steps
@@ -337,6 +341,13 @@ def _gathered_results(block: nn.Module) -> set[tuple[str, str]]:
     return found
 
 
+def _sent_results(block: nn.Module) -> set[tuple[str, str]]:
+    """Operations and modules whose results ranks hand to each other: products whose parts they sum, and those of `_gathered_results`."""
+    last = [own[-1] for own in _products(block).values() if len(own) > 1]
+    gathered = {(op, path) for op, path in _gathered_results(block) if op}
+    return gathered | {(op, path) for op in ("mm", "addmm") for path in last}
+
+
 @contextlib.contextmanager
 def _marking(blocks: Sequence[nn.Module], memory: Allocations, marks: list[tuple[str, int]]) -> Iterator[None]:
     """Inside, the number of changes is noted when a block's forward begins, and when the gradient of what goes into it is there.
@@ -411,7 +422,9 @@ def _by_part(
         of_all = id(block) in all_heads or (len(block.shape) == len("bhqk") and block.shape[1] == 1 != block.shape[-2])
         return Size(
             *(float(change), whole, block.kind == "gradients", of_all, is_cast),
-            *(order, readers * is_input, heads, width, is_routed),
+            *(order, readers * is_input, heads, width),
+            is_sent=(block.op, _module_of(block)) in known.sent,
+            is_routed=is_routed,
         )
 
     # What the embedding made and a frame holds until the model returns: where there are stages, it is not on the last one.

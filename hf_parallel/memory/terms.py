@@ -63,8 +63,8 @@ class ModelShape:
             keeps is counted as if all of it were trained.
         block_bits: Bits of a frozen parameter of a block, its share of the scales included (quantised weights); 0 for
             that of the precision.
-        numbers: Numbers of the module and config of attention, and of those of the feed-forward part: a plan may keep as many parts
-            together where tensor parallelism does not divide them.
+        numbers: Numbers of the module and config of attention: a plan may keep as many parts together where tensor parallelism does
+            not divide the heads.
     """
 
     parameters: int
@@ -86,7 +86,7 @@ class ModelShape:
     recorded: Recorded | None = None
     adapters: int = 0
     block_bits: float = 0.0
-    numbers: tuple[frozenset[int], frozenset[int]] = (NONE, NONE)
+    numbers: frozenset[int] = NONE
 
     @property
     def block(self) -> float:
@@ -139,6 +139,7 @@ class Layout:
         extra: Further bytes per parameter on the GPU, by name, such as residuals of compression.
         ep_size: Replicas that share the experts of each block.
         sp_size: Ranks that share the sequence of each row, and hold the same parameters.
+        sp_attention: How attention of these reaches the whole of a row, as in the settings.
     """
 
     num_processes: int
@@ -161,6 +162,7 @@ class Layout:
     extra: Mapping[str, float] = field(default_factory=dict)
     ep_size: int = 1
     sp_size: int = 1
+    sp_attention: str = "auto"
 
     @property
     def num_shards(self) -> int:
@@ -261,6 +263,7 @@ def layout_of(
         extra=_extras(config, precision),
         ep_size=config.ep_size,
         sp_size=config.sp_size,
+        sp_attention=config.sp_attention,
     )
 
 

@@ -1,4 +1,4 @@
-"""The width of a block's feed-forward part, and the numbers by which a plan may keep parts of a block together."""
+"""The width of a block's feed-forward part, and the numbers by which a plan may keep heads of attention together."""
 
 from __future__ import annotations
 
@@ -30,25 +30,22 @@ def is_of_width(shape: tuple[int, ...], width: int, hidden: int) -> bool:
     return len(shape) in (2, 3) and width != hidden and not wide.isdisjoint(shape)
 
 
-def numbers_beside(model: Any, width: int) -> tuple[frozenset[int], frozenset[int]]:
-    """Numbers that the first module with attention's products and its config hold, and those of the first feed-forward part.
+def numbers_beside(model: Any, width: int) -> frozenset[int]:
+    """Numbers that the first module with attention's products and its config hold.
 
     Args:
         model: A model, or one of its blocks.
-        width: Width of the feed-forward part.
+        width: Width of the feed-forward part, whose products are not meant.
     """
-    found: dict[bool, frozenset[int]] = {}
     for module in model.modules():
         products = [
             tuple(weight.shape)
             for child in module.children()
             if (weight := getattr(child, "weight", None)) is not None and weight.ndim == len("oi")
         ]
-        if len(products) > 1:
-            holders: list[Any] = [module, *([config] if (config := vars(module).get("config")) is not None else [])]
-            is_wide = any(not {width, 2 * width}.isdisjoint(shape) for shape in products)
-            found.setdefault(is_wide, numbers_of(holders))
-    return found.get(False, frozenset()), found.get(True, frozenset())
+        if len(products) > 1 and all({width, 2 * width}.isdisjoint(shape) for shape in products):
+            return numbers_of([module, *([config] if (config := vars(module).get("config")) is not None else [])])
+    return frozenset()
 
 
 def _largest(value: Any) -> Any:

@@ -192,7 +192,7 @@ def _summed(parameters: float, place: Place) -> float:
     inside = spec.kernels in ("fused", "norms") and spec.engine == "native"
     if spec.num_microbatches == 1 or spec.gathers_each_pass or spec.adapters or inside:
         return 0.0
-    each = 2 * min(4.0, spec.states[1]) + spec.element
+    each = 2 * spec.gradient_bytes + spec.element
     rate = min(place.moved, place.cluster.card.bandwidth)  # gradients of a whole model are in no cache
     return each * parameters / spec.tp * (1 - 1 / spec.num_microbatches) / rate
 
@@ -308,7 +308,7 @@ def _sharded_messages(
     if not spec.gathers_each_pass or spec.dp * spec.sp == 1:
         return forward, backward
     size = min(spec.states[0], stored_bytes(1.0, 1.0, spec)) / spec.tp
-    size_back = min(spec.states[1], 4.0) * spec.trained(profile.parameters / spec.tp) / profile.parameters  # one stage
+    size_back = spec.gradient_bytes * spec.trained(profile.parameters / spec.tp) / profile.parameters  # one stage
     gathered = reduced = 0.0
     for held, group in by_copies(
         block.held(spec.sharing_replicas), block.experts / spec.sharing_replicas, spec, cluster

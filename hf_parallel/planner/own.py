@@ -10,7 +10,7 @@ from typing import Final
 from hf_parallel.memory.activations import Stages, stage_parts
 from hf_parallel.memory.estimate import CASTS, buffers, passing_gathers, steps_of, unpacked
 from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, fullest, moments_of
-from hf_parallel.memory.terms import Layout, ModelShape, Precision, SavedBytes, of_slow_networks
+from hf_parallel.memory.terms import Layout, ModelShape, SavedBytes, of_slow_networks
 from hf_parallel.memory.variant import Variant
 from hf_parallel.planner.adapters import is_beside, rank_of_all
 from hf_parallel.planner.layout import LayoutSpec
@@ -38,7 +38,7 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec, *, beside: bool | None 
     """
     if profile.source is None or not _is_run_here(spec):
         return None
-    precision, beside = precision_of(spec), is_beside(profile, spec) if beside is None else beside
+    precision, beside = spec.precision, is_beside(profile, spec) if beside is None else beside
     rank, on_experts = rank_of_all(profile, spec) if beside else (0, False)
     variant = Variant(
         attention="eager" if spec.attention == "eager" else None,
@@ -53,7 +53,7 @@ def traced_of(profile: ModelProfile, spec: LayoutSpec) -> SavedBytes | None:
     """Bytes that autograd keeps of a block of a model that this package runs and that cannot be recorded; else None."""
     if profile.source is None or not _is_run_here(spec) or recorded_of(profile, spec) is not None:
         return None
-    return profile.source.traced(precision_of(spec))
+    return profile.source.traced(spec.precision)
 
 
 def _is_run_here(spec: LayoutSpec) -> bool:
@@ -67,12 +67,6 @@ def recomputed_of(spec: LayoutSpec) -> ActivationCheckpointingConfig:
     if spec.recompute == "full" and every is not None and every > 1:
         return ActivationCheckpointingConfig(every=every, mode="alternate")
     return RECOMPUTED[spec.recompute]
-
-
-def precision_of(spec: LayoutSpec) -> Precision:
-    if spec.dtype == "fp32":
-        return "fp32"
-    return "autocast" if spec.param_dtype == "fp32" else "half"
 
 
 def peaks_of_ranks(
@@ -154,12 +148,13 @@ def _layout(spec: LayoutSpec) -> Layout:
         spec.sequence_parallel and spec.tp > 1,
         stage=spec.zero,
         engine=spec.engine,  # type: ignore[arg-type]  # the words are the same
-        precision=precision_of(spec),
+        precision=spec.precision,
         offload_optimizer=spec.offload_optimizer,  # type: ignore[arg-type]
         offload_param=spec.offload_param,  # type: ignore[arg-type]
         recompute=recomputed_of(spec),
         chunked_loss=spec.chunked_loss,
         extra=_extra(spec.compression, spec.local_steps),
+        ep_size=spec.ep,
         sp_size=spec.sp,
     )
 

@@ -317,7 +317,7 @@ def tied_bytes(profile: ModelProfile, spec: LayoutSpec) -> float:
     ranks = placement(spec)
     if not profile.tied or ranks[0] == ranks[-1] or spec.adapters:
         return 0.0
-    return min(4.0, spec.states[1]) * profile.head / spec.tp
+    return spec.gradient_bytes * profile.head / spec.tp
 
 
 def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], blocks: Sequence[Pass]) -> float:

@@ -101,7 +101,7 @@ class BlockProfile:
     window: int | None = None
     has_rms: bool = True
     ends_in_norm: bool = False
-    numbers: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+    numbers: frozenset[int] = frozenset()
 
     @functools.cached_property
     def unread(self) -> Product | None:
@@ -153,7 +153,7 @@ class BlockProfile:
 
     def beyond_even(self, tp: int) -> float:
         """Parameters that the tensor-parallel rank with most has beyond an even part of the block."""
-        queries, keys = beyond_even(self.heads, self.kv_heads, tp, self.numbers[0])
+        queries, keys = beyond_even(self.heads, self.kv_heads, tp, self.numbers)
         few = {self.kv_heads * self.head_dim, self.kv_heads * self.value_dim} if self.kv_heads < self.heads else set()
         heads = sum(
             one.inputs * one.outputs * (keys if one.cut == "column" and one.outputs in few else queries)
@@ -162,7 +162,7 @@ class BlockProfile:
         )
         if self.num_experts > 1 or not self.width:
             return heads
-        share = most_of(int(self.width), tp, self.numbers[1]) / self.width - 1 / tp
+        share = most_of(int(self.width), tp) / self.width - 1 / tp
         wide = sum(one.inputs * one.outputs for one in self.products if not one.is_attention and one.cut != "none")
         return heads + wide * share
 

@@ -1,4 +1,4 @@
-"""Rules on settings beside `sp_size`; pure. Problems are one line each: key and value, rule, fix."""
+"""Rules on settings beside `sp_size`, and what they stand for; pure. Problems are one line each: key and value, rule, fix."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ def attention_problems(sp_size: int, sp_attention: str) -> Iterator[str]:
             f"sp_attention={sp_attention} with sp_size=1 has no effect: no ranks share a sequence. Set sp_size to 2 or more, or "
             "leave sp_attention out."
         )
+
+
+def method_of(wanted: str, heads: int | None, size: int) -> str:
+    """Resolve `sp_attention` to "ulysses" or "ring": "auto" is the ring where heads run out.
+
+    Args:
+        wanted: The setting.
+        heads: Query heads of a rank; None where the model's config does not say, which is taken as enough.
+        size: Ranks that share a sequence.
+    """
+    if wanted != "auto":
+        return wanted
+    return "ring" if heads is not None and heads < size else "ulysses"
 
 
 def sequence_problems(

@@ -5,7 +5,6 @@ Without torch, because memory is estimated with it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Final
 
@@ -20,27 +19,24 @@ def numbers_of(holders: Iterable[object]) -> frozenset[int]:
 
 
 def unit_sizes(width: int, parts: int, numbers: Iterable[int]) -> list[int]:
-    """Sizes that may have to stay together, in the order in which they are tried: single elements if that is even, then coarse ones first.
+    """Sizes that may have to stay together, in the order in which they are tried: the most even cut first, the coarsest size of those.
 
     Args:
-        width: Elements that ranks share.
+        width: Elements that ranks share; where these are even, single elements come first.
         parts: Number of ranks.
         numbers: Numbers of the model's code, of which one may say how many units there are.
     """
-    counts = sorted(count for count in numbers if parts <= count <= width and width % count == 0)
-    return [*([1] if width % parts == 0 else []), *(width // count for count in counts), 1]
+    units = {1, *(width // count for count in numbers if parts <= count <= width and width % count == 0)}
+    even = [1] if width % parts == 0 else []
+    return even + sorted(units - {*even}, key=lambda unit: (most_of(width, parts, unit), -unit))
 
 
-@functools.lru_cache(maxsize=1024)
-def most_of(units: int, parts: int, numbers: frozenset[int]) -> float:
-    """Units of the rank with most, if the first of `unit_sizes` that cuts between units is taken.
+def most_of(width: int, parts: int, unit: int = 1) -> int:
+    """Elements of the rank with most, if no unit is cut.
 
     Args:
-        units: Elements, heads or groups of heads, none of which is cut.
+        width: Elements, heads or groups of heads.
         parts: Number of ranks.
-        numbers: See `unit_sizes`.
+        unit: Number of them that stay together; single ones are the most even.
     """
-    if units % parts == 0:
-        return units / parts
-    unit = unit_sizes(units, parts, numbers)[0]
-    return -(-(units // unit) // parts) * unit
+    return -(-(width // unit) // parts) * unit

@@ -26,19 +26,6 @@ from hf_parallel.ulysses.exchange import SequenceGroup
 INSTEAD = "Set sp_attention to ulysses, or sp_size to 1."
 
 
-def method_of(wanted: str, heads: int | None, size: int) -> str:
-    """Resolve `sp_attention` to "ulysses" or "ring": "auto" is the ring where heads run out.
-
-    Args:
-        wanted: The setting.
-        heads: Query heads of a rank; None where the model's config does not say, which is taken as enough.
-        size: Ranks that share a sequence.
-    """
-    if wanted != "auto":
-        return wanted
-    return "ring" if heads is not None and heads < size else "ulysses"
-
-
 @dataclass(frozen=True)
 class Route:
     """Says which ranks the keys of each part meet.

@@ -86,6 +86,24 @@ def test_messages_are_counted_by_axis(tmp_path: Path) -> None:
     assert sum(one.total_bytes for one in reduced) == pytest.approx(4 * found.parameters, rel=0.01)
 
 
+def test_ranks_that_share_experts_send_each_other_half_of_the_tokens(tmp_path: Path) -> None:
+    """A row has its bytes, the weight of its expert and that expert's number; tokens are taken to be routed evenly."""
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    alone, shared = (
+        dry_run_recipe(recipe(tmp_path, section), config, rows=2, length=128) for section in ("{}", "{ep_size: 2}")
+    )
+    experts = 2 * 4 * 3 * 256 * 688
+    assert alone.parameters - shared.parameters == experts / 2
+    rows = [
+        one for one in shared.messages if one.axis == "dp" and one.operation == "alltoall" and one.dtype == "float32"
+    ]
+    # There and back, in each block, forward and backward.
+    assert sum(one.calls for one in rows) == 2 * 2 * 2
+    assert sum(one.total_bytes for one in rows) == pytest.approx(2 * 2 * 2 * (2 * 2 * 128) * 256 * 4, rel=0.01)
+    saved = alone.peak.by_kind["weights"] - shared.peak.by_kind["weights"]
+    assert saved == pytest.approx(4 * experts / 2, rel=0.01)
+
+
 def test_gradients_are_compressed_as_after_the_warm_up(tmp_path: Path) -> None:
     found = {}
     for method in ("none", "powersgd"):

@@ -79,6 +79,16 @@ def test_the_rank_with_most_heads_counts() -> None:
         assert summed([change], Batch(1, 1, tp_size=3)).kept == pytest.approx(expected)
 
 
+def test_ranks_that_exchange_heads_have_whole_rows_of_as_many_heads_on_each() -> None:
+    """6 heads on 4 ranks: 2 on each, of which some are filled in; a mask of all heads is whole on each."""
+    scores = Change(0, 0, 1, whole=False, heads=(6, 6))
+    mask = Change(0, 0, 1, whole=False, is_gathered=True)
+    for ranks, expected in ((1, [1, 1]), (2, [1, 2]), (3, [1, 3]), (4, [8 / 6, 4])):
+        found = [summed([one], Batch(1, 1, exchanging=ranks)).kept for one in (scores, mask)]
+        assert found == pytest.approx(expected)
+    assert summed([scores], Batch(1, 1, tp_size=2, exchanging=2)).kept == pytest.approx(1 / 2 * 4 / 3)
+
+
 def test_what_is_routed_to_whole_experts_is_on_every_rank() -> None:
     changes = [Change(80, 12, 0, whole=False, is_routed=True)]
     for whole, kept in ((False, 3), (True, 12)):
@@ -189,6 +199,20 @@ def test_gradients_of_16_bit_that_were_sent_are_sums_in_fp32() -> None:
     assert most("gpipe", 1, 1, [stage(kept=30, gradients=100)], Sending(10, 20, 0.5)) == [70]
 
 
+def test_gradients_that_fill_no_message_wait_for_the_last_one() -> None:
+    """While the last block runs backward: 80 that are sent are 40 beside a message of 60, or are all there without one."""
+    own = stage(kept=30, gradients=100, late=20, backward=50)
+    for message, expected in ((50, 50 + 40 + 60), (90, 50 + 80)):
+        assert most("gpipe", 1, 1, [own], Sending(60, 60, 0.5, message)) == [expected]
+
+
+def test_a_message_has_its_gradients_beside_it_and_the_sum_after_these() -> None:
+    shape = ModelShape(1000, 1, 8, 16, 100, 2, 2, 4, largest=10)
+    for stage_of_zero, left in ((1, 1 / 4), (2, 1.0)):
+        sending = sending_of(1000.0, shape, Layout(4, 4, stage=stage_of_zero, precision="fp32"))
+        assert (sending.among, sending.last, sending.left) == (7000, 7000, left)  # 4 and 4 bytes, less a quarter of 4
+
+
 def test_the_first_step_of_zero_2_has_whole_gradients_and_no_state_of_adam() -> None:
     shape = ModelShape(1000, 1, 8, 16, 100, 2, 2, 4, largest=10)
     layout = Layout(8, 8, stage=2, precision="fp32")
@@ -216,7 +240,7 @@ def test_a_pipeline_has_whole_gradients_with_stage_2_too() -> None:
 def test_a_message_of_a_large_table_is_as_large() -> None:
     shape = ModelShape(10**9, 1, 8, 16, 100, 2, 2, 4, largest=10**8)
     sending = sending_of(1e9, shape, Layout(2, 2, precision="fp32"))
-    assert sending == Sending(25 * 2**20, 4e8, 1.0)
+    assert sending == Sending(25 * 2**20, 4e8, 1.0, 25 * 2**20)
 
 
 def test_a_block_that_fills_rows_up_takes_whole_chunks() -> None:
@@ -245,6 +269,18 @@ def test_blocks_that_run_again_have_what_their_forward_passes() -> None:
     layout = Layout(1, 1, precision="fp32", recompute=ActivationCheckpointingConfig(every=2))
     (part,) = stage_parts(shape, recorded, layout, Stages(4, 4, (0,), (2,), (2.0,)), 0, 0.0)
     assert (part.again, part.backward) == (2 * 40, 90 * 4)
+
+
+def test_what_ranks_hand_to_each_other_is_made_again_by_selective_recomputation() -> None:
+    """10 of each token are summed over the ranks, 30 are of a product that each has half of."""
+    shape = ModelShape(9000, 2, 8, 16, 100, 2, 2, 4)
+    forward = (Change(0, 10, 0, whole=True, is_sent=True), Change(0, 30, 0, whole=False))
+    recorded = Recorded((), forward, (), (), (Change(0, 5, 0, whole=True),), runs_again=True)
+    for mode, kept, backward in (("selective", 2 * 15, 5 + 10), ("block", 2 * (10 + 15), 5)):
+        recompute = ActivationCheckpointingConfig(every=2, mode=mode)
+        layout = Layout(2, 2, tp_size=2, precision="fp32", recompute=recompute)
+        (part,) = stage_parts(shape, recorded, layout, Stages(1, 1, (0,), (2,), (2.0,)), 0, 0.0)
+        assert (part.kept, part.backward) == (kept, backward)
 
 
 # Set-ups in which predictions were wrong, each for a reason of its own.
@@ -369,6 +405,36 @@ SEEN: Final = {
         "fp32",
         "none",
         Work(4, 1000),
+        0,
+        False,
+    ),
+    "results that ranks gather are not kept": Draw(
+        "olmo2",
+        GATED_SMALL,
+        "tp2",
+        "fp32",
+        "selective",
+        Work(4, 512),
+        0,
+        False,
+    ),
+    "gradients that are sent in one message": Draw(
+        "gpt2",
+        {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 1000},
+        "zero1",
+        "fp32",
+        "every 1",
+        Work(4, 128),
+        0,
+        False,
+    ),
+    "scores and masks of ranks that exchange heads": Draw(
+        "gemma2",
+        GATED_SMALL | {"hidden_size": 384, "num_attention_heads": 6, "head_dim": 64, "sliding_window": 128},
+        "sp4",
+        "fp32",
+        "none",
+        Work(4, 512),
         0,
         False,
     ),

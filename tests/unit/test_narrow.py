@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +53,9 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import PipelineConfig
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, plan_for, skeleton
+from hf_parallel.tensor_parallel.plan.verify_model import verify_model
 from hf_parallel.tensor_parallel.plan.widened import widened
+from hf_parallel.tensor_parallel.shard_plan import AttributeRewrite
 
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 1024}
@@ -100,6 +104,39 @@ def test_the_plan_of_a_narrow_model_is_that_of_the_wide_one(kind: str, attention
         assert made.flops == pytest.approx(expected.flops)
         expected.flops.update(made.flops)
         assert made.to_json() == expected.to_json()
+
+
+def odd(kind: str) -> nn.Module:
+    """A model whose widths three ranks do not divide."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(KINDS[kind])
+    config.intermediate_size = 256
+    made: nn.Module = AutoModelForCausalLM.from_config(config)
+    return made.eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_kv1", "smollm2", "gpt2", "phi3"])
+def test_a_narrow_plan_whose_parts_are_not_even_computes_the_same_in_the_wide_model(kind: str) -> None:
+    model = odd(kind)
+    small = narrowed(model, parts=3)
+    assert small is not None
+    verify_model(model, widened(plan_model(small.model, 3, small.batch(sample())), small.model, model), sample())
+
+
+def test_a_width_that_blocks_read_and_single_elements_divide_is_planned_as_it_is() -> None:
+    """Parts of 64 are 22, 22 and 20; those of 256 are 86, 86 and 84, and not 88."""
+    model = odd("llama")
+    small = narrowed(model, parts=3)
+    assert small is not None
+    found = plan_model(small.model, 3, small.batch(sample()))
+    pair = next(one for one in found.pairs if "mlp" in one.row)
+    linear = found.linears[pair.row]
+    (section,) = linear.weight.sections
+    by_ones = replace(linear, weight=replace(linear.weight, sections=(replace(section, unit=1),)))
+    read = AttributeRewrite(pair.root, "intermediate_size", tuple(section.split(3)))
+    changed = replace(found, linears=found.linears | {pair.row: by_ones}, pairs=(replace(pair, rewrites=(read,)),))
+    with pytest.raises(PlanError, match=f"{pair.row}: parts of its width are no multiples"):
+        widened(changed, small.model, model)
 
 
 LATENT: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}

@@ -13,11 +13,12 @@ from transformers.utils.generic import ModelOutput
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import check_accelerate
+from hf_parallel.settings.sequence_rules import method_of
 from hf_parallel.ulysses import blocks
 from hf_parallel.ulysses.attention import Shared
 from hf_parallel.ulysses.exchange import repeats_for
 from hf_parallel.ulysses.forward import Part, refuse_odd_inputs, share_forward
-from hf_parallel.ulysses.ring import Ring, Route, method_of
+from hf_parallel.ulysses.ring import Ring, Route
 from hf_parallel.ulysses.whole import Place, WholeRows
 
 

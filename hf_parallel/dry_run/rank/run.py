@@ -25,6 +25,7 @@ from hf_parallel.compat.torch_tools import FakeTensorMode
 from hf_parallel.data_parallel import flat
 from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, plan_alone
 from hf_parallel.dry_run.rank.report import DryRun, report_of
+from hf_parallel.dry_run.rank.routing import EvenJourney
 from hf_parallel.dry_run.rank.step import Training, batches_of
 from hf_parallel.engine.attach import attach
 from hf_parallel.engine.parallelize import take_part
@@ -32,6 +33,7 @@ from hf_parallel.engine.plan.plans import Plans, on_shared_rows
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.plan.share_rows import share_rows
 from hf_parallel.engine.transform import shard_over_replicas
+from hf_parallel.expert_parallel import exchange
 from hf_parallel.guards.weights import buffers
 from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.memory.fakes import give_memory, maskless_attention
@@ -87,7 +89,8 @@ class Job:
         """Shape of the mesh."""
         config, inside = self.config, self.config.topology.dp_inside
         sizes = config.dp_size(self.world_size), config.pp_size, config.tp_size, config.sp_size
-        return MeshShape(*sizes, dp_inside=1 if inside == "auto" else inside)
+        ep_size = config.ep_size if self.world_size > 1 else 1
+        return MeshShape(*sizes, ep_size=ep_size, dp_inside=1 if inside == "auto" else inside)
 
     @property
     def device(self) -> torch.device:
@@ -183,6 +186,7 @@ def _world(job: Job, meter: Meter) -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*data pointer of FakeTensor")  # all are 0
         stack.enter_context(mock.patch.object(buffers, "LOOKS", 0))  # of the first passes of a run
         stack.enter_context(mock.patch.object(flat, "place_in", _view_of))
+        stack.enter_context(mock.patch.object(exchange, "Journey", EvenJourney))
         yield
 
 

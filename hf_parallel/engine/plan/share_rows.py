@@ -17,9 +17,10 @@ from hf_parallel.guards.gradients.hooks import refuse_hooks
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.unchanged import unchanged
 from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
+from hf_parallel.settings.sequence_rules import method_of
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
-from hf_parallel.ulysses.ring import Ring, method_of
+from hf_parallel.ulysses.ring import Ring
 from hf_parallel.ulysses.verify import verify_model
 
 

@@ -292,7 +292,7 @@ def sections_of(used: Tensor) -> tuple[Section, ...] | None:
         pieces = [runs[i + rank] for rank in range(ranks) if i + rank < len(runs)]
         if [owner for owner, _ in pieces] != [frozenset([rank]) for rank in range(ranks)]:
             return None
-        section = _split_section([length for _, length in pieces])
+        section = split_section([length for _, length in pieces])
         if section is None:
             return None
         sections.append(section)
@@ -300,7 +300,8 @@ def sections_of(used: Tensor) -> tuple[Section, ...] | None:
     return tuple(sections) if sum(section.size for section in sections) == size else None
 
 
-def _split_section(lengths: list[int]) -> Section | None:
+def split_section(lengths: list[int]) -> Section | None:
+    """The section of which ranks hold so much: by single elements if these are cut so, else in the largest units that are."""
     size, ranks = sum(lengths), len(lengths)
     smallest = min(lengths)
     for unit in [1, 0, *range(smallest, 1, -1)]:

@@ -24,6 +24,7 @@ from hf_parallel.tensor_parallel.plan.influence import (
     mixing_modules,
     ranges_used,
     sections_of,
+    split_section,
 )
 from hf_parallel.tensor_parallel.plan.rewrites import (
     Sizes,
@@ -149,14 +150,14 @@ def _row_layouts(block: Block, candidate: Candidate, tp_size: int) -> Iterator[t
     for unit in _units(block, candidate, width, tp_size):
         parts = tuple(split_units(width, tp_size, unit))
         found = [layouts for layouts in _levels(block, candidate, parts, tp_size) if layouts.sharded]
-        spec = ShardSpec(row.in_dim, (Section(width, True, unit),))
+        spec = ShardSpec(row.in_dim, (split_section([*parts]) or Section(width, True, unit),))
         for layouts in sorted(found, key=lambda layouts: -layouts.sharded):
             layouts.linears[candidate.row] = LinearPlan("row", row.transposed, spec, None)
             yield width, parts, layouts
 
 
 def _units(block: Block, candidate: Candidate, width: int, tp_size: int) -> list[int]:
-    """Sizes that may have to stay together in the row's input: those that give different cuts, coarse ones first."""
+    """Sizes that may have to stay together in the row's input: those that give different cuts, even ones first."""
     sites = _sites(block, candidate, set(), set()).values()
     configs = [config for module in sites if (config := vars(module).get("config")) is not None]
     cuts: dict[tuple[int, ...], int] = {}

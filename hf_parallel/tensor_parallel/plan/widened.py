@@ -31,6 +31,7 @@ class _Widening:
 
     def of(self, plan: TPPlan) -> TPPlan:
         """The whole plan."""
+        self._refuse_odd_parts(plan)
         sequence = plan.sequence
         if sequence is not None:
             hidden = [module.config.get_text_config().hidden_size for module in (self.narrow, self.wide)]  # type: ignore[union-attr, operator]
@@ -43,6 +44,26 @@ class _Widening:
             flops={name: flops * self._more(name) for name, flops in plan.flops.items()},
             sequence=sequence,
         )
+
+    def _refuse_odd_parts(self, plan: TPPlan) -> None:
+        """Refuse widths that are cut by single elements and not evenly, if the blocks read them: wide parts are no multiples of the narrow ones.
+
+        Raises:
+            PlanError: A pair has such a width.
+        """
+        for pair in plan.pairs:
+            linears = [plan.linears[name].weight for name in (*pair.columns, pair.row) if name in plan.linears]
+            cut = [one for spec in (*linears, *pair.sliced.values()) for one in spec.sections if one.sharded]
+            is_odd = any(one.unit < 2 and one.size % plan.tp_size for one in cut)
+            if is_odd and any(before != now for before, now in map(self._values, pair.rewrites)):
+                raise PlanError(
+                    f"{pair.row}: parts of its width are no multiples of those of the narrow model that was planned."
+                )
+
+    def _values(self, rewrite: AttributeRewrite) -> tuple[Any, ...]:
+        """The attribute in the narrow model, and in the wide one."""
+        models = (self.narrow, self.wide)
+        return tuple(_value(model.get_submodule(rewrite.module), rewrite.attribute) for model in models)
 
     def _linear(self, name: str, linear: LinearPlan) -> LinearPlan:
         weight = self._spec(f"{name}.weight", linear.weight)
@@ -79,9 +100,7 @@ class _Widening:
         return ShardSpec(spec.dim, tuple(sections))
 
     def _rewrite(self, rewrite: AttributeRewrite) -> AttributeRewrite:
-        before, now = (
-            _value(model.get_submodule(rewrite.module), rewrite.attribute) for model in (self.narrow, self.wide)
-        )
+        before, now = self._values(rewrite)
         if before == now:
             return rewrite
 
