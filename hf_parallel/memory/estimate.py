@@ -22,7 +22,7 @@ from hf_parallel.memory.cut import blocks_of_stages
 from hf_parallel.memory.experts import stay_whole
 from hf_parallel.memory.heads import beyond_even
 from hf_parallel.memory.moments import GATHERED, SENT, Recorded, Sending, fullest, moments_of
-from hf_parallel.memory.terms import Device, Engine, Layout, Memory, ModelShape, Precision, Work
+from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 from hf_parallel.tensor_parallel.units import most_of
 
@@ -53,29 +53,18 @@ HOST_OPTIMIZER: Final = 16.0  # fp32 master, two states and an fp32 gradient
 HOST_PARAMETERS: Final = 4.0  # half-precision parameters and gradients
 
 
-def bytes_of_states(
-    engine: Engine, precision: Precision, stage: int, offload_optimizer: Device = "none"
-) -> tuple[float, float, float]:
-    """Bytes per parameter of weights, gradients and optimizer state of what an engine trains with Adam, before they are divided.
-
-    The native engine sums gradients next to the parameters: stage 2 holds a part of them while it brings them down.
-    """
-    weights, gradients, optimizer = WHOLE[engine, precision]
-    if (engine, precision, stage) == ("native", "half", 0):
-        optimizer = ADAM_IN_HALF
-    if (engine, precision, stage, offload_optimizer) == ("native", "half", 2, "none"):
-        gradients = GRADIENT_PARTS  # what is summed is the gradient of the fp32 copy
-    return weights, gradients, optimizer
-
-
 def states(parameters: float, layout: Layout, experts: float = 0.0) -> dict[str, float]:
     """Bytes on the GPU of weights, gradients and optimizer state of a rank that holds `parameters`, `experts` of them in experts.
 
     Source: ZeRO (arXiv:1910.02054) figure 1; offload as measured with DeepSpeed 0.19.8: with the optimizer on the host
-    the gradient's partition goes there as well (stage 3).
+    the gradient's partition goes there as well (stage 3). The native engine sums gradients next to the parameters: stage 2
+    holds a part of them while it brings them down.
     """
-    device = layout.offload_optimizer
-    weights, gradients, optimizer = bytes_of_states(layout.engine, layout.precision, layout.stage, device)
+    weights, gradients, optimizer = WHOLE[layout.engine, layout.precision]
+    if layout.engine == "native" and layout.precision == "half" and layout.stage == 0:
+        optimizer = ADAM_IN_HALF
+    if (layout.engine, layout.precision, layout.stage, layout.offload_optimizer) == ("native", "half", 2, "none"):
+        gradients = GRADIENT_PARTS  # what is summed is the gradient of the fp32 copy
     parts, stage, sharded_weights = layout.num_shards, layout.stage, layout.stage == 3
     if layout.engine == "fsdp2" and stage > 0:  # the shard is all that lasts; what is whole is a buffer
         sharded_weights, stage = True, 3

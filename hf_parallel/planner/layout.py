@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hf_parallel.memory.estimate import bytes_of_states
 from hf_parallel.memory.terms import Precision
 
 
-# Bytes per parameter of weights, gradients and Adam's state in other systems. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP
-# keeps an fp32 shard.
+# Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
+# an fp32 shard.
 STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
     ("native", True): (2, 2, 12),
     ("native", False): (4, 4, 8),
@@ -71,8 +70,8 @@ class LayoutSpec:
         param_dtype: Dtype of the parameters: "fp32" if products in 16 bit cast them (mixed precision of a model that
             was loaded in fp32), "auto" that of the products.
         reduce_dtype: Dtype in which this package sums gradients of replicas.
-        state_bytes: Bytes of weights, gradients and optimizer per parameter, before sharding; None takes what
-            the engine has, this package's own as a run of the layout has them.
+        state_bytes: Bytes of weights, gradients and optimizer per parameter, before sharding; None takes the engine's, in
+            16 bit those of mixed precision with a copy of the weights in fp32.
         engine: Who partitions the replicas' states; "auto" is fsdp2 for zero=3, else native.
         offload_param: Where parameters wait.
         offload_optimizer: Where the optimizer's state lies.
@@ -127,21 +126,14 @@ class LayoutSpec:
 
     @property
     def states(self) -> tuple[float, float, float]:
-        """Bytes of weights, gradients and optimizer per parameter that last, before they are divided; see `state_bytes`."""
-        if self.state_bytes is None and self.places_replicas and self.engine != "deepspeed":
-            return bytes_of_states(self.engine, self.precision, self.zero, self.offload_optimizer)  # type: ignore[arg-type]
-        return self._mixed_bytes
+        """Bytes of weights, gradients and optimizer per parameter, whole."""
+        is_half = self.dtype != "fp32" and (self.param_dtype != "fp32" or self.engine == "deepspeed")
+        return self.state_bytes or STATE_BYTES[self.engine, is_half]
 
     @property
     def gradient_bytes(self) -> float:
         """Bytes of an element of a gradient as a backward makes it."""
-        return min(4.0, self._mixed_bytes[1])
-
-    @property
-    def _mixed_bytes(self) -> tuple[float, float, float]:
-        """Bytes per parameter as given, or as other systems have them: in 16 bit mixed precision with a copy in fp32."""
-        is_half = self.dtype != "fp32" and (self.param_dtype != "fp32" or self.engine == "deepspeed")
-        return self.state_bytes or STATE_BYTES[self.engine, is_half]
+        return min(4.0, self.states[1])
 
     @property
     def precision(self) -> Precision:

@@ -223,8 +223,8 @@ def _states(
             weights = 4.0 if spec.param_dtype == "fp32" and not spec.block_bits else spec.element
         if spec.block_bits:
             weights -= (weights - spec.block_bits / 8) * blocks / max(parameters, 1.0)
-        is_ours = spec.state_bytes is None and spec.engine == "native" and spec.kernels in ("eager", "compiled")
-        own, gradients, optimizer = (share * each for each in (ADAPTER_BYTES if beside and is_ours else spec.states))
+        is_in_fp32 = beside and spec.state_bytes is None and spec.engine == "native" and spec.kernels == "eager"
+        own, gradients, optimizer = (share * each for each in (ADAPTER_BYTES if is_in_fp32 else spec.states))
         weights += own * beside
     # Experts are in parts already, of which fewer ranks have copies.
     shard = (parameters + experts * (spec.sharing_replicas - 1)) / (spec.dp * spec.sp)

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.units import largest_part
 
 
 def split_sizes(size: int, parts: int) -> list[int]:
     """Sizes of `parts` consecutive pieces of `size` elements.
 
     Every piece is `ceil(size / parts)` long until the elements run out: the first ranks get the ceil, one piece may be
-    shorter, the pieces after it are empty (`split_sizes(5, 4) == [2, 2, 1, 0]`).
+    shorter, the pieces after it are empty (`split_sizes(5, 4) == [2, 2, 1, 0]`). Long uneven pieces are a multiple of 8, but for
+    the last (`split_sizes(14336, 3) == [4784, 4784, 4768]`).
 
     Args:
         size: Number of elements, >= 0.
@@ -31,7 +33,7 @@ def split_sizes(size: int, parts: int) -> list[int]:
     Returns:
         `parts` sizes that sum to `size`.
     """
-    piece = -(-size // parts)
+    piece = largest_part(size, parts)
     return [max(0, min(piece, size - piece * part)) for part in range(parts)]
 
 

@@ -53,7 +53,9 @@ def by_units(p: torch.nn.Parameter, weight: torch.Tensor | None = None) -> None:
     def norm(x: torch.Tensor) -> torch.Tensor:
         return x.norm(2.0) if x.ndim <= 1 else x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
 
-    if weight is None and p.shape[0] != p.grad.shape[0]:  # torch refuses to put this rank's rows beside those of the whole
+    if (
+        weight is None and p.shape[0] != p.grad.shape[0]
+    ):  # torch refuses to put this rank's rows beside those of the whole
         return
     weight, gradient = p.detach() if weight is None else weight, p.grad.detach()
     limit, found = norm(weight).clamp_(min=1e-3).mul_(0.01), norm(gradient)

@@ -54,8 +54,8 @@ def test_states_are_those_that_validate_counts(zero: int, ep: int) -> None:
 
 
 def test_experts_over_tp_ranks_are_whole_and_as_many_bytes() -> None:
-    cut = estimate(tp=2, dp=4, ep=4, param_dtype="fp32").memory_bytes
-    whole = estimate(tp=2, dp=4, ep=8, experts_over_tp=True, sequence_parallel=True, param_dtype="fp32").memory_bytes
+    cut = estimate(tp=2, dp=4, ep=4).memory_bytes
+    whole = estimate(tp=2, dp=4, ep=8, experts_over_tp=True, sequence_parallel=True).memory_bytes
     assert all(whole[term] == pytest.approx(cut[term]) for term in ("weights", "gradients", "optimizer"))
 
 

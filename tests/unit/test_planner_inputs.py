@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import numpy
 import pytest
 from transformers import GPT2Config
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.memory.estimate import states
-from hf_parallel.memory.terms import layout_of as memory_layout_of
 from hf_parallel.planner.hardware import Cluster, gpu_table
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.predict import COMPRESSED, predict
@@ -75,21 +73,9 @@ def test_a_layout_has_defaults_and_those_of_its_schedule() -> None:
     )
     assert (spec.stages_per_rank, spec.num_stages, spec.global_batch, spec.zero) == (2, 4, 8, 0)
     assert layout_of({"pp": 2, "schedule": "zbv_zero_bubble"}).stages_per_rank == 2
-    assert layout_of({"kernels": "fused"}).states == layout_of({"engine": "deepspeed"}).states == (2, 2, 12)
+    assert layout_of({}).states == (2, 2, 12)
     assert layout_of({"dtype": "fp32"}).states == (4, 4, 8)
     assert layout_of({"state_bytes": (2, 4, 12)}).states == (2, 4, 12)
-
-
-@pytest.mark.parametrize(
-    ("precision", "keys"), [("half", {}), ("autocast", {"param_dtype": "fp32"}), ("fp32", {"dtype": "fp32"})]
-)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_states_of_a_plan_are_those_of_the_memory_of_its_run(zero: int, precision: Any, keys: dict[str, Any]) -> None:
-    """Without ZeRO the optimizer of a model in 16 bit has its states in 16 bit, too, and no copy in fp32; others are said to have it."""
-    run = memory_layout_of(HFParallelConfig.from_mapping({"zero": {"stage": zero}} if zero else {}), 1, 1, precision)
-    spec = layout_of({"zero": zero, **keys})
-    assert spec.states == tuple(states(1.0, run).values())
-    assert (sum(layout_of({}).states), sum(layout_of({"kernels": "fused"}).states)) == (8, 16)
 
 
 def test_the_defaults_may_be_written_out() -> None:

@@ -74,7 +74,6 @@ def test_one_gpu_is_one_gpu_whatever_is_said_of_the_others(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(DRAWS):
         layout = drawn(draw, ranks=1) | {"tp": 1, "pp": 1, "dp": 1, "compression": "none", "zero": 0}
-        layout |= {"param_dtype": "fp32"}  # in 16 bit ZeRO keeps a copy in fp32, whatever the number of ranks
         alone = Cluster(1, 1, "a100_80")
         found = estimate(profile(), alone, layout_of(layout, alone), 512)
         assert (found.exposed_communication_s, found.bubble) == (0, pytest.approx(0, abs=1e-12)), layout

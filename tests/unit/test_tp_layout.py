@@ -11,6 +11,7 @@ from torch import nn
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import Section, ShardSpec, split_sizes, split_units
 from hf_parallel.tensor_parallel.run.apply import shard_parameter
+from hf_parallel.tensor_parallel.units import most_of
 
 
 SPECS = [
@@ -41,6 +42,24 @@ def test_units_are_shared_out_evenly_and_never_cut() -> None:
     assert split_units(36, 4, 4) == [12, 8, 8, 8]
     assert split_units(9, 4, 0) == [3, 2, 2, 2]
     assert split_units(9, 4, 1) == split_sizes(9, 4) == [3, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "expected"),
+    [
+        (14336, 3, [4784, 4784, 4768]),
+        (11008, 3, [3672, 3672, 3664]),
+        (11008, 4, [2752] * 4),
+        (11004, 4, [2751] * 4),
+        (50257, 2, [25136, 25121]),
+        (1000, 3, [334, 334, 332]),
+    ],
+)
+def test_long_pieces_that_are_not_even_are_what_kernels_read_at_once(
+    size: int, parts: int, expected: list[int]
+) -> None:
+    assert split_sizes(size, parts) == split_units(size, parts, 1) == expected
+    assert most_of(size, parts) == expected[0]
 
 
 def test_pieces_after_the_elements_run_out_are_empty() -> None:
