@@ -70,7 +70,7 @@ class MeasuredCluster(Cluster):
 
     @property
     def regained(self) -> float:
-        """As in `Cluster`: above 1 where ranks crowd each other out of caches, so that half of them do more than half."""
+        """Share of idle time that is won back; above 1 where ranks crowd each other out of caches, so that half do more than half."""
         found = self.calibration
         part = found.half_block_s / found.blocks_s[BLOCK_ROWS.index(HALF_ROWS)]
         return max(0.0, 2 * (1 - part)) if part else 0.0
