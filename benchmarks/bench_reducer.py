@@ -274,7 +274,8 @@ def main() -> None:
     if given.page is not None:
         text = (
             f"{title}; time of forward, backward and reduction, with an update for ZeRO 1. The ratio is the median of paired "
-            "ones, `load` the cores that other processes used."
+            "ones, `load` the cores that other processes used. Two equal copies of DDP differ, because their memory lies elsewhere: "
+            "what is within their difference says nothing."
         )
         write_section(given.page, "reducer", f"{text}\n\n{markdown_table(HEAD, [cells(row) for row in rows])}")
 
