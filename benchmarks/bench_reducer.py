@@ -152,14 +152,7 @@ def worker(rank: int, settings: Settings) -> list[dict[str, Any]]:
                 samples: list[Sample] = []
                 for copy in range(settings.copies):
                     bench = Bench(rank, settings, kind, size, bucket_mb)
-                    warm_up(bench, names)
-                    first, end = (settings.rounds * at // settings.copies for at in (copy, copy + 1))
-                    samples += all_samples(
-                        names,
-                        settings.microbatches,
-                        lambda rows, count=end - first: count,
-                        lambda name, rows, number, bench=bench, first=first: bench.sample(name, rows, first + number),
-                    )
+                    samples += samples_of(bench, names, copy)
                     parameters = bench.parameters
                     del bench
                     gc.collect()  # the models of DDP are in cycles
@@ -172,13 +165,16 @@ def worker(rank: int, settings: Settings) -> list[dict[str, Any]]:
     return found
 
 
-def warm_up(bench: Bench, names: Sequence[str]) -> None:
-    """Take the first steps of new models, and compare what they compute."""
-    for rows in bench.settings.microbatches:
+def samples_of(bench: Bench, names: Sequence[str], copy: int) -> list[Sample]:
+    """The samples of new models: their share of the rounds, once they have taken their first steps and computed the same."""
+    settings = bench.settings
+    for rows in settings.microbatches:
         # The first pass only watches in which order gradients come; the second is like all others.
         for _ in range(2):
             facts = {name: (bench.sample(name, rows, -1).loss, bench.norm(name)) for name in names}
         check_agreement({name: facts[name] for name in names if name != "one"}, names[1])
+    first, end = (settings.rounds * at // settings.copies for at in (copy, copy + 1))
+    return all_samples(names, settings.microbatches, lambda rows: end - first, bench.sample, first)
 
 
 def rows_of(found: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:

@@ -151,14 +151,15 @@ def all_samples(
     microbatches: Sequence[int],
     rounds: Callable[[int], int],
     sample: Callable[[str, int, int], Sample],
+    first: int = 0,
 ) -> list[Sample]:
-    """Return one sample of every variant, number of microbatches and round; each round has its order."""
+    """Return one sample of every variant, number of microbatches and round, numbered from `first`; each round has its order."""
     return [
-        sample(variant, count, number)
+        sample(variant, count, first + number)
         for number in range(max(map(rounds, microbatches)))
         for count in microbatches
         if number < rounds(count)
-        for variant in shuffled(variants, number)
+        for variant in shuffled(variants, first + number)
     ]
 
 

@@ -10,9 +10,8 @@ from typing import Final
 
 
 NONE: Final[frozenset[int]] = frozenset()
-ALIGNED: Final = (
-    8  # elements: 16 bytes in 16 bit, which GPUs read at once; products of other widths take slower kernels
-)
+# Elements: 16 bytes in 16 bit, which GPUs read at once. Products of other widths take slower kernels.
+ALIGNED: Final = 8
 
 
 def numbers_of(holders: Iterable[object]) -> frozenset[int]:
