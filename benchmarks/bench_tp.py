@@ -7,7 +7,8 @@ Speed: a Llama of each size trains on two gloo ranks with one thread each; a ste
 is transformers' tensor parallelism, applied to an instantiated model; ``one`` is the same model in one process with one
 thread while the other rank waits. Step time is from one barrier to the next, CPU time is that of both ranks together. Loss
 and gradient norm of the variants are compared before anything is timed. Samples are taken in changing order within one
-run and compared by the median of paired ratios (see timing.py for the guard against other load).
+run and compared by the median of paired ratios (see timing.py for the guard against other load). The models are made
+several times in a run, because a step also depends on where their memory lies.
 
 Memory: a dispatch mode follows every storage that an operation of one training step returns, from its creation until it
 is freed, forward and backward. Counted are tensors whose last dim is the vocabulary, or this rank's part of it: logits,
@@ -77,10 +78,14 @@ SMOKE = Size("smoke", 32, 2, 4, 96, 2, 8)
 
 @dataclass(frozen=True)
 class Settings:
-    """One benchmark run; ``quiet_budget`` in seconds for each size, ``foreign`` in cores."""
+    """One benchmark run.
+
+    ``quiet_budget`` in seconds for each set of models, ``foreign`` in cores, ``copies``: how often the models are made anew.
+    """
 
     sizes: tuple[Size, ...] = (TINY, MEDIUM, LONGER)
     rounds: int = 15
+    copies: int = 3
     quiet_budget: float = 120.0
     foreign: float = 0.15
 
@@ -215,20 +220,24 @@ def logits_bytes(size: Size, dtype: torch.dtype, rank: int | None) -> int:
     return mode.peak
 
 
+def samples_of(copy: int, rank: int, size: Size, settings: Settings) -> list[Sample]:
+    """The samples of new models: their share of the rounds, once they have taken a first step and computed the same."""
+    bench = SpeedBench(rank, size, settings)
+    found: dict[str, tuple[float | None, ...]] = {}
+    for name in VARIANTS:
+        loss = bench.sample(name, 1, -1).loss
+        found[name] = (loss, bench.gradient_norm(name) if name in bench.models else None)
+    check_agreement(found, "hf_parallel")
+    first, end = (settings.rounds * at // settings.copies for at in (copy, copy + 1))
+    return all_samples(VARIANTS, (1,), lambda count: end - first, bench.sample, first)
+
+
 def worker(rank: int, settings: Settings) -> dict[str, Any]:
     """Run one rank; return the samples of every size and the bytes of logits."""
     facts: dict[str, Any] = {"samples": {}, "memory": []}
     for size in settings.sizes:
-        bench = SpeedBench(rank, size, settings)
-        # This also warms up: every variant runs once before it is timed.
-        found: dict[str, tuple[float | None, ...]] = {}
-        for name in VARIANTS:
-            loss = bench.sample(name, 1, -1).loss
-            found[name] = (loss, bench.gradient_norm(name) if name in bench.models else None)
-        check_agreement(found, "hf_parallel")
-        samples = all_samples(VARIANTS, (1,), lambda count: settings.rounds, bench.sample)
+        samples = [sample for copy in range(settings.copies) for sample in samples_of(copy, rank, size, settings)]
         facts["samples"][size.name] = [asdict(sample) for sample in samples]
-        del bench
     for size in settings.sizes:
         for dtype in (torch.float32, torch.bfloat16):
             local: list[Any] = [None] * RANKS
@@ -292,9 +301,10 @@ def parse_arguments() -> tuple[Settings, Path]:
     parser.add_argument("--sizes", nargs="+", choices=list(known), default=[size.name for size in Settings.sizes])
     given = parser.parse_args()
     if given.smoke:
-        return Settings((SMOKE,), 2, 0.0, given.foreign), given.output
+        return Settings((SMOKE,), 2, 1, 0.0, given.foreign), given.output
     sizes = tuple(known[name] for name in given.sizes)
-    return Settings(sizes, given.rounds or Settings.rounds, given.quiet_budget, given.foreign), given.output
+    rounds = given.rounds or Settings.rounds
+    return Settings(sizes, rounds, quiet_budget=given.quiet_budget, foreign=given.foreign), given.output
 
 
 def main() -> None:
