@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from timing import busy_seconds, parser_of, write_report
+from timing import ROUNDS_HEAD, busy_seconds, parser_of, write_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.engine.plan.verdicts import FOLDER_VARIABLE
@@ -110,14 +110,14 @@ def main() -> None:
     rounds = given.rounds or (1 if given.smoke else 3)
     rows = [row_of(name, sizes, layout, rounds) for name, sizes in models.items() for layout in LAYOUTS]
     table = Table(
-        "model", "1e6 parameters", "layout", "first s (least .. most)", "again s", "self_check: full s", "load"
+        "model", "1e6 parameters", "layout", "first s (least .. most)", "again s", "self_check: full s", ROUNDS_HEAD
     )
     for row in rows:
         seconds, (low, high) = row["seconds"], row["spread"]["first"]
         table.add_row(
             *(row["model"], f"{row['parameters'] / 1e6:.0f}", row["layout"]),
             f"{seconds['first']:.1f} ({low:.1f} .. {high:.1f})",
-            *(f"{seconds['again']:.1f}", f"{seconds['full']:.1f}", f"{row['foreign_cores']:.2f}"),
+            *(f"{seconds['again']:.1f}", f"{seconds['full']:.1f}", f"{row['rounds']}, {row['foreign_cores']:.2f}"),
         )
     Console(width=120).print(table)
     write_report(given.output, {"rows": rows, "memory_gb": psutil.virtual_memory().total / 1e9})

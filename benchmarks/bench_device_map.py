@@ -28,6 +28,7 @@ from bench_schedules import Variant, agreed, mean_costs
 from rich.console import Console
 from rich.table import Table
 from timing import (
+    ROUNDS_HEAD,
     Clock,
     Rounds,
     Sample,
@@ -35,8 +36,10 @@ from timing import (
     check_agreement,
     llama_config,
     parser_of,
+    quartiles,
     run_both_ranks,
     settings_of,
+    spread,
     write_report,
 )
 from torch import Tensor, nn
@@ -165,10 +168,9 @@ def measured_rows(kind: str, samples: Sequence[Sample], microbatches: int, forei
             "microbatches": microbatches,
             "simulated": False,
             "seconds": statistics.median(group[name].seconds for group in rounds.used),
-            "times_as_fast": rounds.median(lambda group, name=name: group["whole"].seconds / group[name].seconds),
-            "times_as_fast_as_naive": rounds.median(
-                lambda group, name=name: group["naive"].seconds / group[name].seconds
-            ),
+            "times_as_fast": statistics.median(rounds.paired("whole", name)),
+            "times_as_fast_as_naive": statistics.median(rounds.paired("naive", name)),
+            "quartiles": quartiles(rounds.paired("naive", name)),
             "simulator_says": _ratio(RANKS, microbatches, costs) if name == "1f1b" else None,
             "rounds_used": len(rounds.used),
             "clean": rounds.clean,
@@ -210,15 +212,17 @@ def _ratio(ranks: int, microbatches: int, costs: dict[str, list[float]]) -> floa
 def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """Return the rows as a table."""
     table = Table(title=title)
-    for name in ("training", "schedule", "ranks", "m", "step s", "x whole", "x naive", "simulator", "rounds"):
+    for name in ("training", "schedule", "ranks", "m", "step s", "x whole", "x naive", "simulator", ROUNDS_HEAD):
         table.add_column(name, justify="left" if name in ("training", "schedule") else "right")
     for row in rows:
         seconds = "simulated" if row["simulated"] else f"{row['seconds']:.3f}"
         whole = "" if row["simulated"] else f"{row['times_as_fast']:.2f}"
         said = f"{row['simulator_says']:.2f}" if row.get("simulator_says") else ""
+        naive = row["times_as_fast_as_naive"]
+        fast = f"{naive:.2f}" if row["simulated"] else spread(naive, row["quartiles"])
         table.add_row(
             *(row["training"], row["schedule"], str(row["ranks"]), str(row["microbatches"]), seconds, whole),
-            *(f"{row['times_as_fast_as_naive']:.2f}", said, row.get("verdict", "")),
+            *(fast, said, row.get("verdict", "")),
         )
     return table
 

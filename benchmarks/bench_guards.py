@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from accelerate.state import AcceleratorState, GradientState
 from rich.console import Console
 from rich.table import Table
 from timing import (
+    ROUNDS_HEAD,
     Clock,
     Rounds,
     Sample,
@@ -36,7 +38,9 @@ from timing import (
     check_agreement,
     llama_config,
     parser_of,
+    quartiles,
     run_both_ranks,
+    spread,
     write_report,
 )
 from transformers import LlamaForCausalLM
@@ -269,7 +273,7 @@ def row_of(layout: str, found: dict[str, Any], settings: Settings) -> dict[str, 
     """What the samples of a layout say."""
     samples = [Sample(**sample) for sample in found["samples"]]
     rounds = Rounds.of(samples, MICROBATCHES, settings.foreign)
-    ratios = sorted(group["guarded"].seconds / group["bare"].seconds for group in rounds.used)
+    ratios = rounds.paired("guarded", "bare")
     seconds = rounds.median(lambda group: group["bare"].seconds)
     cpu = rounds.median(lambda group: group["bare"].cpu) / 2  # of one rank
     middle = len(found["spent"]) // 2
@@ -277,8 +281,8 @@ def row_of(layout: str, found: dict[str, Any], settings: Settings) -> dict[str, 
     return {
         "layout": layout,
         "seconds": seconds / settings.steps,
-        "ratio": rounds.median(lambda group: group["guarded"].seconds / group["bare"].seconds),
-        "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
+        "ratio": statistics.median(ratios),
+        "quartiles": quartiles(ratios),
         "cpu_ratio": rounds.median(lambda group: group["guarded"].cpu / group["bare"].cpu),
         "inside_s": inside / settings.steps,
         "inside_share": inside / seconds,
@@ -298,25 +302,22 @@ HEAD = (
     "inside %",
     "inside CPU ms",
     "CPU %",
-    "rounds",
-    "load",
+    ROUNDS_HEAD,
 )
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row as text."""
-    low, high = row["quartiles"]
     return (
         row["layout"],
         f"{1e3 * row['seconds']:.0f}",
-        f"{row['ratio']:.4f} ({low:.4f} .. {high:.4f})",
+        spread(row["ratio"], row["quartiles"], 4),
         f"{row['cpu_ratio']:.4f}",
         f"{1e3 * row['inside_s']:.2f}",
         f"{100 * row['inside_share']:.2f}",
         f"{1e3 * row['inside_cpu_s']:.2f}",
         f"{100 * row['inside_cpu_share']:.2f}",
         row["verdict"],
-        f"{row['foreign_cores']:.2f}",
     )
 
 

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 
@@ -25,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from counted_calls import counted_calls
 from rich.console import Console
 from rich.table import Table
-from timing import parser_of, write_report
+from timing import ROUNDS_HEAD, Load, paired_times, parser_of, quartiles, spread, write_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.model.probes import Probes
@@ -74,28 +72,19 @@ def variants(blocks: int, stages: int) -> tuple[Callable[[], None], Callable[[],
 def measure(blocks: int, stages: int, rounds: int) -> dict[str, Any]:
     """Paired ratios of host time, and counted calls."""
     both = variants(blocks, stages)
-    times: list[tuple[float, float]] = []
-    busy, started = psutil.cpu_times(), time.perf_counter()
-    for index in range(rounds + 2):
-        found = {}
-        for which in (0, 1) if index % 2 else (1, 0):
-            begin = time.perf_counter()
-            for _ in range(5):
-                both[which]()
-            found[which] = (time.perf_counter() - begin) / 5
-        times.append((found[0], found[1]))
-    ratios = sorted(mine / whole for mine, whole in times[2:])
+    load = Load()
+    times = paired_times(both, rounds, calls=5, warmup=2)
+    ratios = [mine / whole for mine, whole in times]
     return {
         "blocks": blocks,
         "stages": stages,
         "ratio": statistics.median(ratios),
-        "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        "quartiles": quartiles(ratios),
         "rounds": rounds,
+        "foreign_cores": load.cores,
         "stage_ms": 1e3 * min(mine for mine, _ in times),
         "own_blocks_ms": 1e3 * min(whole for _, whole in times),
         "calls": [counted_calls(run) for run in both],
-        "cpu_s": psutil.cpu_times().user - busy.user,  # of the whole machine
-        "wall_s": time.perf_counter() - started,
     }
 
 
@@ -105,14 +94,15 @@ def main() -> None:
     torch.set_num_threads(1)
     rounds = options.rounds or (2 if options.smoke else 21)
     rows = [measure(*depth, rounds) for depth in ([(8, 2)] if options.smoke else DEPTHS)]
-    table = Table("blocks", "stages", "stage (ms)", "own blocks alone (ms)", "ratio (quartiles)", "calls")
+    head = ("blocks", "stages", "stage (ms)", "own blocks alone (ms)", "ratio (quartiles)", "calls", ROUNDS_HEAD)
+    table = Table(*head)
     for row in rows:
-        low, high = row["quartiles"]
         table.add_row(
             *(str(row["blocks"]), str(row["stages"]), f"{row['stage_ms']:.2f}", f"{row['own_blocks_ms']:.2f}"),
-            *(f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})", "{} / {}".format(*row["calls"])),
+            *(spread(row["ratio"], row["quartiles"]), "{} / {}".format(*row["calls"])),
+            f"{row['rounds']}, {row['foreign_cores']:.2f}",
         )
-    Console().print(table)
+    Console(width=120).print(table)
     write_report(options.output, {"rows": rows})
 
 

@@ -10,14 +10,13 @@ neighbours. Peaks are counted by `hf-parallel dry-run`, rank by rank, for the re
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from timing import parser_of, write_report
+from timing import ROUNDS_HEAD, Load, paired_times, parser_of, quartiles, spread, write_report
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig
 
@@ -92,21 +91,17 @@ def timed(name: str, scale: int, rows: int, length: int, rounds: int) -> dict[st
     losses = [step() for step in both]
     if abs(losses[0] - losses[1]) > 1e-5 * losses[0]:
         raise RuntimeError(f"{name}: the losses are {losses}.")
-    times: list[list[float]] = []
-    for index in range(rounds):
-        found = [0.0, 0.0]
-        for which in (0, 1) if index % 2 else (1, 0):
-            begin = time.perf_counter()
-            both[which]()
-            found[which] = time.perf_counter() - begin
-        times.append(found)
-    ratios = sorted(without / ordinary for ordinary, without in times)
+    load = Load()
+    times = paired_times(both, rounds)
+    ratios = [without / ordinary for ordinary, without in times]
     return {
         "model": name,
         "scale": scale,
         "tokens": rows * length,
         "ratio": statistics.median(ratios),
-        "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        "quartiles": quartiles(ratios),
+        "rounds": rounds,
+        "foreign_cores": load.cores,
         "seconds": [min(pair[which] for pair in times) for which in (0, 1)],
     }
 
@@ -130,15 +125,14 @@ def main() -> None:
     rounds = options.rounds or (2 if options.smoke else 15)
     scale, rows, length = (64, 1, 64) if options.smoke else (16, 2, 512)
     speed = [timed(name, scale, rows, length, rounds) for name in MODELS]
-    table = Table("model / scale", "tokens", "with logits (s)", "without (s)", "ratio (quartiles)")
+    table = Table("model / scale", "tokens", "with logits (s)", "without (s)", "ratio (quartiles)", ROUNDS_HEAD)
     for row in speed:
-        low, high = row["quartiles"]
         seconds = (f"{one:.3f}" for one in row["seconds"])
         table.add_row(
             *(f"{row['model']} / {row['scale']}", str(row["tokens"]), *seconds),
-            f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})",
+            *(spread(row["ratio"], row["quartiles"]), f"{row['rounds']}, {row['foreign_cores']:.2f}"),
         )
-    Console().print(table)
+    Console(width=120).print(table)
     sizes = [
         peaks(name, scale if options.smoke else 1, 4 if options.smoke else layers, LENGTH // 16 if options.smoke else LENGTH,
               chunked=chunked)
@@ -149,7 +143,7 @@ def main() -> None:
     for row in sizes:
         bytes_ = ", ".join(f"{one / 1e9:.2f}" for one in row["bytes"])
         table.add_row(row["model"], "not made" if row["chunked"] else "made", bytes_, f"{row['last']:.2f}")
-    Console().print(table)
+    Console(width=120).print(table)
     write_report(options.output, {"seconds": speed, "peaks": sizes})
 
 

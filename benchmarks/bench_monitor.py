@@ -10,6 +10,7 @@ is also measured by itself: the ends of steps as they are, and every span by wha
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import bench_guards
 from bench_guards import MICROBATCHES, Bench, Settings, measured
 from rich.console import Console
 from rich.table import Table
-from timing import Rounds, Sample, parser_of, run_both_ranks, write_report
+from timing import ROUNDS_HEAD, Rounds, Sample, parser_of, quartiles, run_both_ranks, spread, write_report
 
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.monitor.report.monitor import EVERY, Monitor
@@ -100,14 +101,14 @@ def worker(rank: int, settings: Settings) -> dict[str, Any]:
 def row_of(layout: str, found: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """What the samples of a layout say."""
     rounds = Rounds.of([Sample(**sample) for sample in found["samples"]], MICROBATCHES, settings.foreign)
-    ratios = sorted(group["monitored"].seconds / group["bare"].seconds for group in rounds.used)
+    ratios = rounds.paired("monitored", "bare")
     seconds = rounds.median(lambda group: group["bare"].seconds) / settings.steps
     inside = found["ends_s"] + found["spans"] * found["span_s"]
     return {
         "layout": layout,
         "seconds": seconds,
-        "ratio": rounds.median(lambda group: group["monitored"].seconds / group["bare"].seconds),
-        "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
+        "ratio": statistics.median(ratios),
+        "quartiles": quartiles(ratios),
         "spans": found["spans"],
         "inside_s": inside,
         "inside_share": inside / seconds,
@@ -117,8 +118,7 @@ def row_of(layout: str, found: dict[str, Any], settings: Settings) -> dict[str, 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row as text."""
-    low, high = row["quartiles"]
-    ratio, inside = f"{row['ratio']:.4f} ({low:.4f} .. {high:.4f})", f"{1e3 * row['inside_s']:.3f}"
+    ratio, inside = spread(row["ratio"], row["quartiles"], 4), f"{1e3 * row['inside_s']:.3f}"
     share = f"{100 * row['inside_share']:.3f}"
     return row["layout"], f"{1e3 * row['seconds']:.0f}", ratio, f"{row['spans']:.0f}", inside, share, row["verdict"]
 
@@ -136,7 +136,7 @@ def main() -> None:
         settings = replace(settings, rounds=given.rounds)
     found = run_both_ranks(worker, settings)
     rows = [row_of(layout, found[layout], settings) for layout in layouts]
-    head = ("layout", "step ms", "monitored / bare (quartiles)", "spans", "inside ms", "inside %", "rounds")
+    head = ("layout", "step ms", "monitored / bare (quartiles)", "spans", "inside ms", "inside %", ROUNDS_HEAD)
     table = Table(*head, title=f"2 gloo ranks, {MICROBATCHES} x {settings.length} tokens")
     for row in rows:
         table.add_row(*cells(row))

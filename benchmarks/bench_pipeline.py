@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from timing import (
+    ROUNDS_HEAD,
     Clock,
     Rounds,
     Sample,
@@ -29,7 +30,9 @@ from timing import (
     check_agreement,
     llama_config,
     parser_of,
+    quartiles,
     run_both_ranks,
+    spread,
     write_report,
 )
 from torch import Tensor, nn
@@ -236,15 +239,18 @@ def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> d
     """Return the medians of one number of microbatches: paired ratios, and the bar that the cut allows."""
     rounds = Rounds.of(samples, microbatches, foreign)
     bar = bar_of(rounds, "ours", microbatches)
-    speedup = rounds.median(lambda group: group["single"].seconds / group["ours"].seconds)
+    ratios, speedups = rounds.paired("ours", "torch"), rounds.paired("single", "ours")
+    speedup = statistics.median(speedups)
     return {
         "microbatches": microbatches,
         "rounds_used": len(rounds.used),
         "clean": rounds.clean,
         "seconds": {variant: rounds.median(lambda group, v=variant: group[v].seconds) for variant in VARIANTS},
-        "ours_over_torch": rounds.median(lambda group: group["ours"].seconds / group["torch"].seconds),
+        "ours_over_torch": statistics.median(ratios),
+        "quartiles": quartiles(ratios),
         "speedup": speedup,
-        "torch_speedup": rounds.median(lambda group: group["single"].seconds / group["torch"].seconds),
+        "speedup_quartiles": quartiles(speedups),
+        "torch_speedup": statistics.median(rounds.paired("single", "torch")),
         "ideal_speedup": 2 * microbatches / (microbatches + 1),
         "cut_speedup": bar.speedup,
         "of_cut_speedup": speedup / bar.speedup,
@@ -259,15 +265,15 @@ def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """Return the summaries as a table."""
     table = Table(title=title)
     for name in ("m", "ours s", "torch s", "one process s", "ours/torch", "speed-up", "torch's", "cut allows", "ideal",
-                 "stage F | B ms", "rounds"):  # fmt: skip
+                 "stage F | B ms", ROUNDS_HEAD):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         stage = " | ".join("+".join(f"{1e3 * t:.0f}" for t in row["stage_seconds"][kind]) for kind in "FB")
         table.add_row(
             str(row["microbatches"]),
             *(f"{row['seconds'][variant]:.3f}" for variant in VARIANTS),
-            f"{row['ours_over_torch']:.3f}",
-            f"{row['speedup']:.2f}",
+            spread(row["ours_over_torch"], row["quartiles"], 3),
+            spread(row["speedup"], row["speedup_quartiles"]),
             f"{row['torch_speedup']:.2f}",
             f"{row['cut_speedup']:.2f}",
             f"{row['ideal_speedup']:.2f}",

@@ -1,13 +1,15 @@
-"""Time forward, backward and gradient reduction against torch's DDP, on two gloo ranks with one thread each.
+"""Time forward, backward and gradient reduction against torch's DDP and FSDP, on two gloo ranks with one thread each.
 
     python benchmarks/bench_reducer.py                     # half an hour on a quiet machine
     python benchmarks/bench_reducer.py --sizes 28          # one size, in millions of parameters
+    python benchmarks/bench_reducer.py --kinds zero3       # one comparison
     python benchmarks/bench_reducer.py --smoke             # seconds; checks that everything runs, its numbers mean nothing
 
 The same Llama with the reducer of hf_parallel (buckets leave during the backward pass, as in a Trainer), under DDP with its
 defaults, under DDP as a user would tune it (`gradient_as_bucket_view`, `static_graph`), and without any exchange, which is
 what one process takes for the same rows. A step of these has no update. With ZeRO 1 a step has one (AdamW): hf_parallel's
-partition against `ZeroRedundancyOptimizer` under tuned DDP. All samples are taken in changing order within one run and
+partition against `ZeroRedundancyOptimizer` under tuned DDP; with ZeRO 3, too: hf_parallel's sharded model against
+`fully_shard` alone, both a block at a time. All samples are taken in changing order within one run and
 compared by the median of paired ratios (see timing.py for the guard against other load).
 
 Where the memory of a model happens to lie changes its step by some percent, for as long as the model lives. So the models
@@ -17,6 +19,7 @@ are made several times in a run, and two equal copies of the tuned DDP show how 
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +31,7 @@ from results_page import markdown_table, write_section
 from rich.console import Console
 from rich.table import Table
 from timing import (
+    ROUNDS_HEAD,
     Clock,
     Rounds,
     Sample,
@@ -35,14 +39,20 @@ from timing import (
     check_agreement,
     llama_config,
     parser_of,
+    quartiles,
     run_both_ranks,
+    spread,
     write_report,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
+from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
@@ -55,7 +65,8 @@ PAIRS: dict[str, tuple[tuple[str, str], ...]] = {
         *(("hf_parallel", other) for other in ("ddp_tuned", "ddp", "one")),
         ("ddp_twin", "ddp_tuned"),
     ),
-    "zero 1": (("hf_parallel_zero", "zero_redundancy"),),
+    "zero1": (("hf_parallel_zero", "zero_redundancy"),),
+    "zero3": (("hf_parallel_sharded", "fully_shard"),),
 }
 KINDS = {kind: tuple(dict.fromkeys(name for pair in pairs for name in pair)) for kind, pairs in PAIRS.items()}
 SIZES = {7: (256, 6, 4096), 28: (512, 6, 8192), 99: (768, 10, 17408)}  # 1e6 parameters -> hidden, blocks, vocabulary
@@ -69,6 +80,7 @@ class Settings:
     rounds: int = 15
     copies: int = 3
     steps: int = 2
+    kinds: tuple[str, ...] = tuple(KINDS)
     sizes: tuple[tuple[int, int, int], ...] = tuple(SIZES.values())
     length: int = 64
     bucket_mb: tuple[float, ...] = (25.0,)
@@ -86,6 +98,7 @@ class Bench:
         self.parameters = sum(p.numel() for p in self.models[KINDS[kind][0]].parameters())
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.reducers: dict[str, GradientReducer | ZeroPartition] = {}
+        self.sharded: dict[str, ShardedModel] = {}
         traffic = Traffic(round(bucket_mb * 2**20), overlaps=True)
         for name, model in self.models.items():
             named = list(model.named_parameters())
@@ -97,6 +110,9 @@ class Bench:
                 if group is not None:
                     self.reducers[name] = ZeroPartition(optimizer, named, group, traffic=traffic)
                 self.optimizers[name] = optimizer
+            elif name in ("hf_parallel_sharded", "fully_shard"):
+                self.shard(name, model)
+                self.optimizers[name] = torch.optim.AdamW(model.parameters(), lr=1e-4)
             elif name != "one":
                 tuned: dict[str, Any] = (
                     {} if name == "ddp" else {"gradient_as_bucket_view": True, "static_graph": True}
@@ -112,18 +128,34 @@ class Bench:
         hidden, blocks, vocab = self.size
         return LlamaForCausalLM(llama_config(hidden, blocks, vocab, self.settings.length)).train()
 
+    def shard(self, name: str, model: nn.Module) -> None:
+        """Keep a part of each parameter on each rank, by `fully_shard` alone or as hf_parallel does."""
+        blocks = [f"model.layers.{block}" for block in range(self.size[1])]
+        if name == "hf_parallel_sharded":
+            group, device = dist.group.WORLD, torch.device("cpu")
+            if group is not None:
+                self.sharded[name] = ShardedModel(model, [[block] for block in blocks], group, stage=3, device=device)
+            return
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for module in (*map(model.get_submodule, blocks), model):
+            fully_shard(module, mesh=mesh)
+
     def step(self, name: str, rows: int) -> float:
         """Take some steps; return the loss."""
         model, ids = self.models[name], self.ids[:rows]
-        reducer, optimizer = self.reducers.get(name), self.optimizers.get(name)
+        reducer, optimizer, sharded = self.reducers.get(name), self.optimizers.get(name), self.sharded.get(name)
         loss = torch.zeros(())
         for _ in range(self.settings.steps):
             model.zero_grad()
             if isinstance(reducer, ZeroPartition):
                 reducer.zero_grad()
+            if sharded is not None:
+                sharded.begin_forward()
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             if reducer is not None:
                 reducer.arm(1.0 / RANKS)
+            if sharded is not None:
+                sharded.begin_backward()
             loss.backward()
             if reducer is not None:
                 reducer.reduce(1.0 / RANKS)
@@ -138,21 +170,21 @@ class Bench:
     def norm(self, name: str) -> float:
         """Norm of the reduced gradients, of the parameters after updates: to prove that the variants do the same work."""
         parameters = list(self.models[name].parameters())
-        if name in self.optimizers:
-            return float(torch.nn.utils.get_total_norm([p.detach() for p in parameters]))
-        return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        tensors = [p.detach() if name in self.optimizers else p.grad for p in parameters]
+        norm = torch.nn.utils.get_total_norm([tensor for tensor in tensors if tensor is not None])
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def worker(rank: int, settings: Settings) -> list[dict[str, Any]]:
     """Run one rank; return the samples of each kind, size of model and size of bucket."""
     found: list[dict[str, Any]] = []
-    for kind, names in KINDS.items():
+    for kind in settings.kinds:
         for size in settings.sizes:
             for bucket_mb in settings.bucket_mb:
                 samples: list[Sample] = []
                 for copy in range(settings.copies):
                     bench = Bench(rank, settings, kind, size, bucket_mb)
-                    samples += samples_of(bench, names, copy)
+                    samples += samples_of(bench, KINDS[kind], copy)
                     parameters = bench.parameters
                     del bench
                     gc.collect()  # the models of DDP are in cycles
@@ -183,7 +215,7 @@ def rows_of(found: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
     for count in settings.microbatches:
         rounds = Rounds.of(samples, count, settings.foreign)
         for timed, other in PAIRS[found["kind"]]:
-            ratios = sorted(group[timed].seconds / group[other].seconds for group in rounds.used)
+            ratios = rounds.paired(timed, other)
             rows.append({
                 "parameters": found["parameters"],
                 "bucket_mb": found["bucket_mb"],
@@ -192,8 +224,8 @@ def rows_of(found: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
                 "rival": other,
                 "seconds": rounds.median(lambda g, n=timed: g[n].seconds) / settings.steps,
                 "rival_seconds": rounds.median(lambda g, n=other: g[n].seconds) / settings.steps,
-                "ratio": rounds.median(lambda g, n=timed, o=other: g[n].seconds / g[o].seconds),
-                "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
+                "ratio": statistics.median(ratios),
+                "quartiles": quartiles(ratios),
                 "cpu_ratio": rounds.median(lambda g, n=timed, o=other: g[n].cpu / g[o].cpu),
                 "foreign_cores": rounds.foreign,
                 "clean": rounds.clean,
@@ -210,6 +242,8 @@ NAMES = {
     "ddp_twin": "the same DDP once more",
     "one": "no exchange",
     "zero_redundancy": "the same DDP and ZeroRedundancyOptimizer",
+    "hf_parallel_sharded": "hf_parallel, ZeRO 3",
+    "fully_shard": "fully_shard",
 }
 HEAD = (
     "1e6 parameters",
@@ -221,20 +255,17 @@ HEAD = (
     "its ms",
     "ratio (quartiles)",
     "CPU",
-    "rounds",
-    "load",
+    ROUNDS_HEAD,
 )
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row as text."""
-    low, high = row["quartiles"]
     return (
         *(f"{row['parameters'] / 1e6:.1f}", f"{row['bucket_mb']:g}", str(row["rows"])),
         *(NAMES[row["timed"]], NAMES[row["rival"]]),
         *(f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['rival_seconds']:.1f}"),
-        *(f"{row['ratio']:.3f} ({low:.3f} .. {high:.3f})", f"{row['cpu_ratio']:.3f}"),
-        *(row["verdict"], f"{row['foreign_cores']:.2f}"),
+        *(spread(row["ratio"], row["quartiles"], 3), f"{row['cpu_ratio']:.3f}", row["verdict"]),
     )
 
 
@@ -243,8 +274,13 @@ def main() -> None:
     parser = parser_of(__doc__, "build/reports/bench-reducer.json")
     parser.add_argument("--page", type=Path, help="page of results whose section is rewritten")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="1e6 parameters")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what is compared")
     given = parser.parse_args()
-    shared: dict[str, Any] = {"foreign": given.foreign, "quiet_budget": given.quiet_budget}
+    shared: dict[str, Any] = {
+        "foreign": given.foreign,
+        "quiet_budget": given.quiet_budget,
+        "kinds": tuple(given.kinds),
+    }
     if given.smoke:
         tiny: dict[str, Any] = {
             "sizes": ((64, 1, 64),),
@@ -269,8 +305,8 @@ def main() -> None:
     write_report(given.output, {"settings": asdict(settings), "rows": rows, "samples": found})
     if given.page is not None:
         text = (
-            f"{title}; time of forward, backward and reduction, with an update for ZeRO 1. The ratio is the median of paired "
-            "ones, `load` the cores that other processes used. Two equal copies of DDP differ, because their memory lies elsewhere: "
+            f"{title}; time of forward, backward and reduction, with an update for ZeRO 1 and 3. The ratio is the median of paired "
+            "ones, the load the cores that other processes used. Two equal copies of DDP differ, because their memory lies elsewhere: "
             "what is within their difference says nothing."
         )
         write_section(given.page, "reducer", f"{text}\n\n{markdown_table(HEAD, [cells(row) for row in rows])}")

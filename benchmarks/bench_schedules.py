@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from timing import (
+    ROUNDS_HEAD,
     Clock,
     Rounds,
     Sample,
@@ -34,7 +35,9 @@ from timing import (
     check_agreement,
     llama_config,
     parser_of,
+    quartiles,
     run_both_ranks,
+    spread,
     write_report,
 )
 from torch import Tensor, nn
@@ -290,7 +293,8 @@ def schedule_rows(samples: Sequence[Sample], microbatches: int, foreign: float) 
             "schedule": name,
             "microbatches": microbatches,
             "seconds": seconds,
-            "over_gpipe": rounds.median(lambda group, name=name: group[name].seconds / group["gpipe"].seconds),
+            "over_gpipe": statistics.median(rounds.paired(name, "gpipe")),
+            "quartiles": quartiles(rounds.paired(name, "gpipe")),
             "measured_bubble": measured,
             "simulated_bubble": bubble,
             "bubble_error": measured - bubble,  # in shares of the step
@@ -323,7 +327,8 @@ def cut_rows(
             "same_as_measured": bounds[name] == bounds["measured"],
             "microbatches": microbatches,
             "seconds": statistics.median(sample.seconds for sample in own),
-            "over_even": rounds.median(lambda group, name=name: group[name].seconds / group["even"].seconds),
+            "over_even": statistics.median(rounds.paired(name, "even")),
+            "quartiles": quartiles(rounds.paired(name, "even")),
             "busy_seconds": busy,
             "rounds_used": len(rounds.used),
             "clean": rounds.clean,
@@ -336,14 +341,14 @@ def cut_rows(
 def schedule_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """Return the schedules as a table."""
     table = Table(title=title)
-    for name in ("m", "schedule", "step s", "/ gpipe", "bubble", "simulated", "error", "step, simulated", "rounds"):
+    for name in ("m", "schedule", "step s", "/ gpipe", "bubble", "simulated", "error", "step, simulated", ROUNDS_HEAD):
         table.add_column(name, justify="left" if name == "schedule" else "right")
     for row in rows:
         table.add_row(
             str(row["microbatches"]),
             row["schedule"],
             f"{row['seconds']:.3f}",
-            f"{row['over_gpipe']:.3f}",
+            spread(row["over_gpipe"], row["quartiles"], 3),
             f"{row['measured_bubble']:.1%}",
             f"{row['simulated_bubble']:.1%}",
             f"{100 * row['bubble_error']:+.1f} points",
@@ -356,7 +361,7 @@ def schedule_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 def cut_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """Return the cuts as a table."""
     table = Table(title=title)
-    for name in ("m", "cut", "bounds", "step s", "/ even", "gain", "busy s", "rounds"):
+    for name in ("m", "cut", "bounds", "step s", "/ even", "gain", "busy s", ROUNDS_HEAD):
         table.add_column(name, justify="left" if name in ("cut", "bounds") else "right")
     for row in rows:
         table.add_row(
@@ -364,7 +369,7 @@ def cut_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             row["cut"] + (" (= measured)" if row["cut"] == "balanced" and row["same_as_measured"] else ""),
             str(row["bounds"]),
             f"{row['seconds']:.3f}",
-            f"{row['over_even']:.3f}",
+            spread(row["over_even"], row["quartiles"], 3),
             f"{1 / row['over_even'] - 1:+.1%}",
             " + ".join(f"{seconds:.2f}" for seconds in row["busy_seconds"]),
             row["verdict"],

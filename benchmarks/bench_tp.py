@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_of, run_both_ranks, write_report
+from timing import (
+    ROUNDS_HEAD,
+    Clock,
+    Rounds,
+    Sample,
+    all_samples,
+    check_agreement,
+    parser_of,
+    quartiles,
+    run_both_ranks,
+    spread,
+    write_report,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -251,34 +263,33 @@ def speed_rows(samples: Sequence[Sample], size: Size, foreign: float) -> list[di
     """One row a variant: its step and CPU time, and hf_parallel's in proportion to it."""
     rounds = Rounds.of(samples, 1, foreign)
 
-    def ratio(name: str, value: Callable[[Sample], float]) -> float:
-        return rounds.median(lambda group: value(group["hf_parallel"]) / value(group[name]))
-
     return [
         {
             "size": size.name,
             "variant": name,
             "seconds": statistics.median(group[name].seconds for group in rounds.used),
             "cpu": statistics.median(group[name].cpu for group in rounds.used),
-            "step_ratio": ratio(name, lambda sample: sample.seconds),
-            "cpu_ratio": ratio(name, lambda sample: sample.cpu),
+            "step_ratio": statistics.median(rounds.paired("hf_parallel", name)),
+            "quartiles": quartiles(rounds.paired("hf_parallel", name)),
+            "cpu_ratio": rounds.median(lambda group, name=name: group["hf_parallel"].cpu / group[name].cpu),
             "rounds_used": len(rounds.used),
             "clean": rounds.clean,
             "foreign_cores": rounds.foreign,
             "verdict": rounds.verdict,
         }
         for name in VARIANTS
-    ]
+    ]  # fmt: skip
 
 
 def speed_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """The speed of one size as a table."""
     table = Table(title=title)
-    for name in ("variant", "step ms", "CPU ms", "hf_parallel / it: step", "CPU", "rounds"):
+    for name in ("variant", "step ms", "CPU ms", "hf_parallel / it: step (quartiles)", "CPU", ROUNDS_HEAD):
         table.add_column(name, justify="left" if name == "variant" else "right")
     for row in rows:
         times = (f"{1000 * row['seconds']:.1f}", f"{1000 * row['cpu']:.1f}")
-        table.add_row(row["variant"], *times, f"{row['step_ratio']:.3f}", f"{row['cpu_ratio']:.3f}", row["verdict"])
+        ratio = spread(row["step_ratio"], row["quartiles"], 3)
+        table.add_row(row["variant"], *times, ratio, f"{row['cpu_ratio']:.3f}", row["verdict"])
     return table
 
 

@@ -21,7 +21,19 @@ import torch
 from bench_pipeline import bar_of
 from rich.console import Console
 from rich.table import Table
-from timing import Clock, Rounds, Sample, llama_config, parser_of, run_both_ranks, settings_of, write_report
+from timing import (
+    ROUNDS_HEAD,
+    Clock,
+    Rounds,
+    Sample,
+    llama_config,
+    parser_of,
+    quartiles,
+    run_both_ranks,
+    settings_of,
+    spread,
+    write_report,
+)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -155,7 +167,7 @@ def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> d
     """Medians of one number of microbatches: the speed-up, and the bar that the cut allows."""
     rounds = Rounds.of(samples, microbatches, foreign)
     bar = bar_of(rounds, "trainer", microbatches)
-    ratios = sorted(group["one process"].seconds / group["trainer"].seconds for group in rounds.used)
+    ratios = rounds.paired("one process", "trainer")
     speedup = statistics.median(ratios)
     return {
         "microbatches": microbatches,
@@ -165,7 +177,7 @@ def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> d
             name: rounds.median(lambda group, n=name: group[n].seconds) for name in ("trainer", "one process")
         },
         "speedup": speedup,
-        "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        "quartiles": quartiles(ratios),
         "cut_speedup": bar.speedup,
         "of_cut_speedup": speedup / bar.speedup,
         "ideal_speedup": 2 * microbatches / (microbatches + 1),
@@ -192,15 +204,14 @@ def main() -> None:
         "cut allows",
         "share",
         "even cut",
-        "rounds",
+        ROUNDS_HEAD,
     ):
         table.add_column(name, justify="right")
     for row in rows:
-        low, high = row["quartiles"]
         table.add_row(
             str(row["microbatches"]),
             *(f"{row['seconds'][name]:.3f}" for name in ("trainer", "one process")),
-            f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})",
+            spread(row["speedup"], row["quartiles"]),
             *(f"{row['cut_speedup']:.2f}", f"{row['of_cut_speedup']:.0%}", f"{row['ideal_speedup']:.2f}"),
             row["verdict"],
         )

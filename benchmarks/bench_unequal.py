@@ -28,13 +28,16 @@ from bench_schedules import CutBench
 from rich.console import Console
 from rich.table import Table
 from timing import (
+    ROUNDS_HEAD,
     Rounds,
     Sample,
     all_samples,
     check_agreement,
     parser_of,
+    quartiles,
     run_both_ranks,
     settings_of,
+    spread,
     write_report,
 )
 from torch import nn
@@ -102,8 +105,9 @@ def rows_of(facts: dict[str, Any], microbatches: int, foreign: float) -> list[di
             "bounds": facts["bounds"][name],
             "microbatches": microbatches,
             "seconds": statistics.median(group[name].seconds for group in rounds.used),
-            "over_even": rounds.median(lambda group, name=name: group[name].seconds / group["even"].seconds),
-            "over_balanced": rounds.median(lambda group, name=name: group[name].seconds / group["balanced"].seconds),
+            "over_even": statistics.median(rounds.paired(name, "even")),
+            "quartiles": quartiles(rounds.paired(name, "even")),
+            "over_balanced": statistics.median(rounds.paired(name, "balanced")),
             "rounds_used": len(rounds.used),
             "clean": rounds.clean,
             "verdict": rounds.verdict,
@@ -115,12 +119,12 @@ def rows_of(facts: dict[str, Any], microbatches: int, foreign: float) -> list[di
 def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """Return the rows as a table."""
     table = Table(title=title)
-    for name in ("m", "cut", "bounds", "step s", "/ even", "/ balanced", "rounds"):
+    for name in ("m", "cut", "bounds", "step s", "/ even", "/ balanced", ROUNDS_HEAD):
         table.add_column(name, justify="left" if name in ("cut", "bounds") else "right")
     for row in rows:
         table.add_row(
             *(str(row["microbatches"]), row["cut"], str(row["bounds"]), f"{row['seconds']:.3f}"),
-            *(f"{row['over_even']:.3f}", f"{row['over_balanced']:.3f}", row["verdict"]),
+            *(spread(row["over_even"], row["quartiles"], 3), f"{row['over_balanced']:.3f}", row["verdict"]),
         )
     return table
 

@@ -14,7 +14,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Spans: TypeAlias = dict[str, list[float]]
 ENOUGH_ROUNDS = 3
+ROUNDS_HEAD = "rounds, load"  # of the column that shows `Rounds.verdict`
 TOLERANCE = 1e-4  # relative, of what variants of one computation give
 
 
@@ -137,6 +138,47 @@ def wait_for_quiet(limit: float, foreign: float) -> float:
     return time.monotonic() - start
 
 
+class Load:
+    """What other processes use from its making on, beside this one."""
+
+    def __init__(self) -> None:
+        self.busy, self.own, self.start = busy_seconds(), time.process_time(), time.perf_counter()
+
+    @property
+    def cores(self) -> float:
+        """Their cores, until now."""
+        others = busy_seconds() - self.busy - (time.process_time() - self.own)
+        return max(0.0, others) / (time.perf_counter() - self.start)
+
+
+def paired_times(
+    both: Sequence[Callable[[], object]], rounds: int, calls: int = 1, warmup: int = 0
+) -> list[tuple[float, float]]:
+    """Seconds of a call of each of two functions, round by round; which comes first changes."""
+    times: list[tuple[float, float]] = []
+    for number in range(rounds + warmup):
+        found = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            begin = time.perf_counter()
+            for _ in range(calls):
+                both[which]()
+            found[which] = (time.perf_counter() - begin) / calls
+        times.append((found[0], found[1]))
+    return times[warmup:]
+
+
+def quartiles(values: Iterable[float]) -> list[float]:
+    """Return the values between which the middle half lies."""
+    ordered = sorted(values)
+    return [ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]]
+
+
+def spread(value: float, around: Sequence[float], digits: int = 2) -> str:
+    """A median with its quartiles, as text."""
+    low, high = around
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def shuffled(names: Sequence[str], number: int) -> list[str]:
     """Return the names in the order of a round: by chance, alike on all ranks, and in the next round the other way.
 
@@ -195,6 +237,10 @@ class Rounds:
         """Return the median over the rounds."""
         return statistics.median(value(group) for group in self.used)
 
+    def paired(self, timed: str, other: str) -> list[float]:
+        """The seconds of one variant in those of another, round by round."""
+        return [group[timed].seconds / group[other].seconds for group in self.used]
+
     @property
     def foreign(self) -> float:
         """Cores that other processes used in the worst sample of a round, median over the rounds."""
@@ -202,8 +248,8 @@ class Rounds:
 
     @property
     def verdict(self) -> str:
-        """Number of rounds, and whether they are clean."""
-        return f"{len(self.used)} {'clean' if self.clean else 'UNCLEAN'}"
+        """Number of rounds, whether they are clean, and the load of other processes in cores."""
+        return f"{len(self.used)} {'clean' if self.clean else 'UNCLEAN'}, {self.foreign:.2f}"
 
 
 def run_both_ranks(worker: Callable[[int, Any], Any], settings: Any) -> Any:

@@ -132,7 +132,7 @@ def samples(foreign: list[float]) -> list[Sample]:
 def test_unclean_rounds_are_left_out_or_named(foreign: list[float], used: int, clean: bool) -> None:
     rounds = Rounds.of(samples(foreign), 4, 0.15)
     assert (len(rounds.used), rounds.clean) == (used, clean)
-    assert rounds.verdict == f"{used} {'clean' if clean else 'UNCLEAN'}"
+    assert rounds.verdict == f"{used} {'clean' if clean else 'UNCLEAN'}, {0.0 if clean else 0.45:.2f}"
 
 
 def test_one_unclean_sample_makes_its_round_unclean() -> None:
@@ -249,6 +249,7 @@ def test_the_benchmark_of_the_reducer_runs_and_both_reduce_to_the_same_gradients
     pairs = [*(("hf_parallel", rival) for rival in rivals), ("ddp_twin", "ddp_tuned")]
     expected = [(size, *pair) for size in (25.0, 0.05) for pair in pairs]
     expected += [(size, "hf_parallel_zero", "zero_redundancy") for size in (25.0, 0.05)]
+    expected += [(size, "hf_parallel_sharded", "fully_shard") for size in (25.0, 0.05)]
     assert [(row["bucket_mb"], row["timed"], row["rival"]) for row in report["rows"]] == expected
     assert all(min(row["seconds"], row["rival_seconds"]) > 0 for row in report["rows"])
 
