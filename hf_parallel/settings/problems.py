@@ -17,6 +17,7 @@ from hf_parallel.settings.schedule_names import SHORT_NAMES
 from hf_parallel.settings.values import MAX_SHOWN, Section, spelled
 
 
+SAME_STEM: Final = 5  # first letters alike: another form of the same word
 TRUTH: Final = {
     "yes": True,
     "true": True,
@@ -330,5 +331,7 @@ def _unknown_key(root: type[Section], key: str, section: str) -> str:
     seen = key if key.isprintable() else "".join(filter(str.isprintable, key))
     path = path if key.isprintable() else ascii(path).strip("'")
     nearest = difflib.get_close_matches(seen.lower(), [*known, *leaves], n=1, cutoff=0.6)
+    stem = seen.lower()[:SAME_STEM]
+    nearest = nearest or [name for name in known if len(stem) == SAME_STEM and name.startswith(stem)][:1]
     hint = f"Did you mean {nearest[0] if nearest[0] in known else leaves[nearest[0]]}?" if nearest else "Remove it."
     return f"{path}: unknown key. {hint} Known keys{f' of {section}' if section else ''}: {', '.join(known)}."

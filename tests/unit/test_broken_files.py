@@ -94,6 +94,7 @@ BROKEN: dict[str, tuple[str, int, str]] = {
     "gradient_compression": (ours("gradient_compression:", "  methd: int8"), 8, r"compression\.methd: .*mean method\?"),
     "local_sgd": (ours("local_sgd:", "  sync_evry: 8"), 8, r"^local_sgd\.sync_evry: .*Did you mean sync_every\?"),
     "checkpoint": (ours("checkpoint:", "  async: true"), 8, r"^checkpoint\.async: .*Did you mean checkpoint\.async_save\?"),
+    "another form of the word": (ours("checkpoint:", "  asynchronous: true"), 8, r"^checkpoint\.asynchronous: .*Did you mean async_save\?"),
     "monitor": (ours("monitor:", "  hang_timeout: 60"), 8, r"^monitor\.hang_timeout: .*Did you mean hang_timeout_s\?"),
     "capitals of a key": (ours("PP_SIZE: 2"), 7, r"^PP_SIZE: unknown key\. Did you mean pp_size\?"),
     "a dash": (ours("pp-size: 2"), 7, r"^pp-size: unknown key\. Did you mean pp_size\?"),
