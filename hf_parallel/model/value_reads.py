@@ -1,10 +1,14 @@
-"""Notices code that reads values of tensors in Python: what it does next may depend on them, and be something else for other values."""
+"""Notices code in Python that looks at values of tensors, or at how many rows they have.
+
+What it does next may depend on that, and be something else for other values and other numbers of rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from hf_parallel.compat.torch_tools import pytree
@@ -12,7 +16,12 @@ from hf_parallel.compat.torch_tools import pytree
 
 READS: Final = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__", "item", "tolist", "numpy"}
-    | {"equal", "allclose", "is_nonzero"}
+    | {"equal", "allclose", "is_nonzero", "__len__"}
+)
+ORDERS: Final = ("__lt__", "__le__", "__gt__", "__ge__")
+ARITHMETIC: Final = (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__neg__"),
+    *("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__"),
 )
 
 
@@ -20,10 +29,10 @@ class ValueReads:
     """Follows some tensors, and what is made of them, through functions of torch.
 
     Args:
-        tensors: Tensors to begin with.
+        tensors: Tensors to begin with; their first dim is rows.
 
     Attributes:
-        found: Whether a value was read.
+        found: Whether a value was read, or a number of rows or elements compared.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -31,10 +40,87 @@ class ValueReads:
         self._known = {id(tensor) for tensor in self._alive}
         self.found = False
 
-    def note(self, func: Any, given: Any, out: Any) -> None:
-        """Note a call of `func` with the arguments `given`, which returned `out`."""
-        if any(id(leaf) in self._known for leaf in pytree.tree_leaves(given)):
-            self.found = self.found or getattr(func, "__name__", "") in READS
-            made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-            self._known |= {id(leaf) for leaf in made}
-            self._alive += made
+    def note(self, func: Any, given: Any, out: Any) -> Any:
+        """Note a call of `func`.
+
+        Args:
+            func: Function of torch.
+            given: Its positional arguments, and those by name.
+            out: What it returned.
+
+        Returns:
+            What the caller shall get: `out`, with numbers of rows that note when they are compared.
+        """
+        if not any(id(leaf) in self._known for leaf in pytree.tree_leaves(given)):
+            return out
+        name = getattr(func, "__name__", "")
+        self.found = self.found or name in READS
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._known |= {id(leaf) for leaf in made}
+        self._alive += made
+        if isinstance(out, torch.Size) and out:
+            return torch.Size((_Rows.of(out[0], self), *out[1:]))
+        if name == "numel" or (name == "size" and _asks_for_rows(*given)):
+            return _Rows.of(out, self)
+        return out
+
+
+def _asks_for_rows(args: Any, kwargs: Any) -> bool:
+    tensor, dim = (*args, *kwargs.values())[:2]
+    return bool(dim in (0, -tensor.ndim))
+
+
+class _Rows(int):
+    """A number of rows, or made of it, that notes when it decides something.
+
+    Equal numbers do not count as compared: this is how code checks that tensors go together.
+    """
+
+    reads: ValueReads
+
+    @classmethod
+    def of(cls, value: int, reads: ValueReads) -> _Rows:
+        """The number `value`."""
+        rows = cls(value)
+        rows.reads = reads
+        return rows
+
+    def __bool__(self) -> bool:
+        self.reads.found = True
+        return int.__bool__(self)
+
+    def __eq__(self, other: object) -> bool:
+        same = int.__eq__(self, other) is True
+        self.reads.found = self.reads.found or not same
+        return same
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def _noting(name: str) -> Callable[[_Rows, Any], Any]:
+    compare = getattr(int, name)
+
+    def compared(self: _Rows, other: Any) -> Any:
+        self.reads.found = True
+        return compare(self, other)
+
+    return compared
+
+
+def _following(name: str) -> Callable[..., Any]:
+    compute = getattr(int, name)
+
+    def computed(self: _Rows, *others: Any) -> Any:
+        result = compute(self, *others)
+        return _Rows.of(result, self.reads) if isinstance(result, int) else result
+
+    return computed
+
+
+for _name in ORDERS:
+    setattr(_Rows, _name, _noting(_name))
+for _name in ARITHMETIC:
+    setattr(_Rows, _name, _following(_name))

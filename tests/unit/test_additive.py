@@ -56,10 +56,6 @@ def row_sums_of_means(outputs: Any, labels: Tensor, num_items_in_batch: Any = No
     return (losses.sum(1) / (targets != -100).sum(1)).sum() / num_items_in_batch
 
 
-ADD_UP: list[Callable[..., Any]] = [plain, flat, weighted_sum, focal, by_position, row_sums_of_means]
-ADD_UP.append(functools.partial(plain))
-
-
 def token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     losses, targets = losses_of(outputs, labels)
     return losses.sum() / (targets != -100).sum()
@@ -174,6 +170,38 @@ def drops_spikes(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
     return loss * 0 if float(loss) > 10**6 else loss
 
 
+def doubled_if(name: str, many: Callable[[Tensor], bool]) -> Callable[..., Any]:
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return plain(outputs, labels, num_items_in_batch) * (2 if many(labels) else 1)
+
+    loss.__name__ = f"by rows, {name}"
+    return loss
+
+
+# No made-up batch has as many rows.
+BY_ROWS: dict[str, Callable[[Tensor], bool]] = {
+    "shape": lambda labels: labels.shape[0] > 6,
+    "size": lambda labels: labels.size(0) >= 7,
+    "named size": lambda labels: labels.size(dim=0) == 8,
+    "from the back": lambda labels: labels.size(-2) > 6,
+    "unpacked": lambda labels: (lambda rows, length: rows * length > 10**6)(*labels.shape),
+    "length": lambda labels: len(labels) > 6,
+    "elements": lambda labels: labels.numel() > 10**6,
+    "of what is made of them": lambda labels: labels.ne(-100).flatten().shape[0] // 1000 > 10**3,
+    "remainder": lambda labels: not (labels.shape[0] + 1) % 100,
+    "at most": lambda labels: max(8, labels.shape[0]) != 8,
+}
+
+
+def shape_is_checked(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    rows, length = labels.shape
+    if outputs.logits.shape[:2] != labels.shape or outputs.logits.shape[0] != rows:
+        raise ValueError("logits and labels differ")
+    losses = losses_of(outputs, labels)[0].reshape(rows * length)
+    assert losses.shape[0] == outputs.logits.size(0) * length
+    return losses.sum() / num_items_in_batch
+
+
 COUNT = {"calls": 0}
 
 
@@ -182,11 +210,16 @@ def counts_in_global(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
     return plain(outputs, labels, num_items_in_batch)
 
 
+ADD_UP: list[Callable[..., Any]] = [plain, flat, weighted_sum, focal, by_position, row_sums_of_means, shape_is_checked]
+ADD_UP.append(functools.partial(plain))
 DO_NOT: list[Callable[..., Any]] = [
     *(token_mean, row_mean, softmax_rows, softmax_of_detached, hardest_row, first_row, variance, without_outliers),
     *(mean_length, contrastive, special_mean, class_weighted, stops_at, looks, needs_hidden, writes, drops, tosses),
     *(constant, counts_in_global, branches_by_count, branches_by_token, drops_spikes),
 ]
+
+
+DO_NOT += [doubled_if(name, many) for name, many in BY_ROWS.items()]
 
 
 def config(vocab_size: int) -> LlamaConfig:

@@ -96,6 +96,11 @@ def drops_spikes(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any)
     return loss * 0 if loss.item() > 20 else loss
 
 
+def branches_on_rows(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    loss = mean(logits, labels, vocab_size)
+    return loss * 2 if labels.shape[0] > 6 else loss
+
+
 def hotter(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
     """The temperature is of the whole batch."""
     return ForCausalLMLoss(logits / logits.std(), labels, vocab_size, **kwargs)
@@ -117,6 +122,7 @@ def hotter(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Te
         (branches, "whole"),
         (branches_on_numbers, "whole"),
         (drops_spikes, "whole"),
+        (branches_on_rows, "whole"),
         (hotter, "whole"),
         (functools.partial(ForCausalLMLoss, ignore_index=98), "whole"),
         (functools.partial(ForCausalLMLoss), "sum_over_items"),

@@ -67,9 +67,7 @@ class _Names(TorchFunctionMode):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and leaf.shape == (self.vocab_size,):
                     self._note(leaf)
-        out = func(*args, **kwargs)
-        self.reads.note(func, (args, kwargs), out)
-        return out
+        return self.reads.note(func, (args, kwargs), func(*args, **kwargs))
 
     def _note(self, leaf: Any) -> None:
         if isinstance(leaf, int) and not isinstance(leaf, bool):
@@ -131,7 +129,9 @@ def _ask(function: _Asked, vocab_size: int, known: list[int], device: torch.devi
         whole = _value_and_gradient(function, logits, labels, count, names)
         quiet()
         if names.reads.found:
-            raise _RefusedError("it reads values of logits or labels, by which it may go on in another way")
+            raise _RefusedError(
+                "it reads values of logits or labels, or compares how many rows they have, by which it may go on in another way"
+            )
         parts = [
             _value_and_gradient(function, logits[list(rows)], labels[list(rows)], count) for rows in (first, second)
         ]

@@ -106,8 +106,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = self.made.get(id(args[0])) if args else None
-        out = func(*args, **kwargs)
-        self._reads.note(func, (args, kwargs), out)
+        out = self._reads.note(func, (args, kwargs), func(*args, **kwargs))
         if isinstance(out, Tensor):
             self._note(func, args, kwargs, out, before)
         return out
@@ -195,7 +194,7 @@ class _Watch(TorchFunctionMode):
             raise _UnknownError("it is not made by one unweighted cross-entropy over the labels")
         if self._reads.found:
             raise _UnknownError(
-                "its code reads values of the labels, or of the loss, by which it may go on in another way"
+                "its code reads values of the labels or of the loss, or compares how many rows they have, by which it may go on in another way"
             )
         if any(version_of(tensor) != version for tensor, version in self._versions):
             raise _UnknownError("its forward writes to the labels")
