@@ -39,40 +39,60 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 def split_rows(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
     """Cut a batch along its rows into at most `num_microbatches` parts whose sizes differ by at most one.
 
-    Tensors with one entry a row along dim 0 are cut; everything else (a broadcast position_ids of one row, flags) goes
-    to every microbatch.
+    Tensors with one entry a row are cut: along dim 0, or dim 1 of position_ids with three dims (one for time, height and
+    width each). Everything else (a broadcast position_ids of one row, flags) goes to every microbatch.
 
     Raises:
-        UnsupportedError: Labels have another number of rows than the inputs (one row a codebook, for example).
+        UnsupportedError: Labels have another number of rows than the inputs (one row a codebook, for example), or features have
+            (images, where rows have several or none).
     """
     rows = num_rows(batch)
     parts = min(num_microbatches, rows)
     if parts <= 1:
         return [dict(batch)]
-    labels = batch.get("labels")
-    if isinstance(labels, torch.Tensor) and labels.shape[0] != rows:
-        raise UnsupportedError(
-            f"num_microbatches={num_microbatches}: the inputs of this batch have {rows} rows and its labels "
-            f"{labels.shape[0]}, so it cannot be cut along its rows. Set pipeline.num_microbatches to 1 and "
-            "gradient_accumulation_steps to the number of microbatches."
-        )
-    sizes = [rows // parts + (index < rows % parts) for index in range(parts)]
-    microbatches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in batch.items():
-        cut = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows
-        pieces: Sequence[Any] = value.split(sizes) if cut else [value] * parts
-        for microbatch, piece in zip(microbatches, pieces, strict=True):
-            microbatch[name] = piece
-    return microbatches
+        if isinstance(value, torch.Tensor) and (name == "labels" or _is_features(value)) and value.shape[0] != rows:
+            raise UnsupportedError(
+                f"num_microbatches={num_microbatches}: the inputs of this batch have {rows} rows and its {name} "
+                f"{value.shape[0]}, so it cannot be cut along its rows. Set pipeline.num_microbatches to 1 and "
+                "gradient_accumulation_steps to the number of microbatches."
+            )
+    sizes = [rows // parts + (index < rows % parts) for index in range(parts)]
+    return [take_rows(batch, sum(sizes[:index]), size, rows) for index, size in enumerate(sizes)]
+
+
+def take_rows(batch: Mapping[str, Any], first: int, count: int, rows: int) -> dict[str, Any]:
+    """Some rows of a batch.
+
+    Args:
+        batch: Inputs by name.
+        first: Index of the first row.
+        count: Number of rows.
+        rows: Rows of the batch: tensors that have as many are cut, as views, and what has not stays as it is.
+    """
+    dims = {name: _dim_of_rows(name, value, rows) for name, value in batch.items()}
+    return {
+        name: value if (dim := dims[name]) is None else value.narrow(dim, first, count)
+        for name, value in batch.items()
+    }
+
+
+def _is_features(value: torch.Tensor) -> bool:
+    """Whether these are numbers that the model reads beside the tokens of all rows: more than a mask that rows share."""
+    return value.is_floating_point() and value.ndim > 1 and value.shape[0] != 1
+
+
+def _dim_of_rows(name: str, value: Any, rows: int) -> int | None:
+    """The dim that has one entry a row; None without one."""
+    if not isinstance(value, torch.Tensor) or not value.ndim:
+        return None
+    dim = 1 if name == "position_ids" and value.ndim == 3 else 0
+    return dim if value.shape[dim] == rows else None
 
 
 def empty_microbatch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """One row of a batch with labels, none of which count: what it adds to a loss over tokens is zero."""
-    rows = num_rows(batch)
-    first = {
-        name: value[:1] if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows else value
-        for name, value in batch.items()
-    }
+    first = take_rows(batch, 0, 1, num_rows(batch))
     return first | {
         name: torch.full_like(first[name], IGNORED_LABEL) for name in ("labels", "shift_labels") if name in first
     }

@@ -13,7 +13,7 @@ from torch import nn
 from hf_parallel.batches import num_rows, split_rows
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import other_task
-from hf_parallel.errors import ParallelError, PlanError
+from hf_parallel.errors import ParallelError, PlanError, UnsupportedError
 from hf_parallel.model.samples import probe_samples, tiny_samples, typical_sample, typical_shape, with_labels_of
 
 
@@ -57,10 +57,7 @@ class Probes:
         batch = {"use_cache": False, **send_to_device(dict(sample), device)}
         if task is not None and "labels" not in batch and "input_ids" in batch:  # TRL computes a loss of its own
             batch["labels"] = with_labels_of(base, task, batch).get("labels")
-        rows = num_rows(batch)
-        labels = batch.get("labels")
-        uniform = isinstance(labels, torch.Tensor) and len(labels) == rows > 1
-        self.check = [batch, split_rows(batch, rows)[0]] if uniform else [batch]
+        self.check = [batch, *_first_row(batch)]
         self.discovery = [batch, *self._text(model, device)]
         self.typical, self.cost_tokens = batch, None
 
@@ -94,6 +91,17 @@ class Probes:
                 "Pass a small batch of the kind you train on, such as HFParallelCallback(sample=collator([data[0], "
                 "data[1]]))."
             ) from error
+
+
+def _first_row(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The first row of a batch by itself; nothing where the batch has one row, no labels, or images that cannot be told apart by rows."""
+    rows = num_rows(batch)
+    if rows == 1 or not isinstance(batch.get("labels"), torch.Tensor):
+        return []
+    try:
+        return split_rows(batch, rows)[:1]
+    except UnsupportedError:
+        return []
 
 
 def vocab_size(model: Any) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_parallel.batches import BatchCheck, count_targets, digest, num_rows, split_rows
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.mesh.shape import MeshShape
 
@@ -35,6 +35,26 @@ def test_what_has_no_rows_goes_to_every_microbatch() -> None:
         assert microbatch["scale"] is scalar
         assert microbatch["use_cache"] is False
         assert num_rows(microbatch) == 2
+
+
+def test_positions_in_time_height_and_width_are_cut_by_their_second_dim() -> None:
+    """Three rows, too: the first dim is no row of the batch then either."""
+    positions = torch.arange(3 * 3 * 5).reshape(3, 3, 5)
+    batch = {"input_ids": torch.ones(3, 5), "position_ids": positions}
+    cut = split_rows(batch, 2)
+    assert torch.equal(torch.cat([microbatch["position_ids"] for microbatch in cut], 1), positions)
+    assert [num_rows(microbatch) for microbatch in cut] == [2, 1]
+
+
+def test_images_that_are_not_one_a_row_are_not_cut() -> None:
+    batch = {"input_ids": torch.ones(4, 5), "pixel_values": torch.rand(6, 3, 8, 8)}
+    assert len(split_rows(batch, 1)) == 1
+    with pytest.raises(
+        UnsupportedError, match=r"this batch have 4 rows and its pixel_values 6.*num_microbatches to 1"
+    ):
+        split_rows(batch, 2)
+    masked = {"input_ids": torch.ones(4, 5), "attention_mask": torch.zeros(1, 1, 5, 5)}
+    assert split_rows(masked, 2)[1]["attention_mask"] is masked["attention_mask"]
 
 
 def test_a_batch_without_rows_is_refused() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.batches import num_rows
+from hf_parallel.batches import num_rows, take_rows
 from hf_parallel.engine.run.autograd_nodes import depends_only_on
 from hf_parallel.engine.run.last_stage import LastStage
 from hf_parallel.engine.run.microbatch_loss import MicrobatchLoss, Share
@@ -219,7 +219,7 @@ class OtherOutputs:
             forward: Runs microbatches without autograd, and gives the last stage's outputs.
         """
         rows = num_rows(batch)
-        both = {name: _first_two(value, rows) for name, value in batch.items()}
+        both = take_rows(batch, 0, min(2, rows), rows)
         alone = [microbatch for microbatch, _ in self._loss.cut(0, both)]
         count = {name: alone[0][name] for name in ("num_items_in_batch",) if name in alone[0]}
         together = forward([{**both, **count}])
@@ -347,11 +347,6 @@ def _own_gradient(loss: Tensor, found: Mapping[str, Tensor]) -> tuple[str, Tenso
     gradients = torch.autograd.grad(loss, list(trained.values()), retain_graph=True, allow_unused=True)
     given = [(name, one) for name, one in zip(trained, gradients, strict=True) if one is not None]
     return given[0] if len(given) == 1 else None
-
-
-def _first_two(value: Any, rows: int) -> Any:
-    cut = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
-    return value[:2] if cut else value
 
 
 def _deviation(found: Tensor, expected: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.batches import take_rows
 from hf_parallel.compat.private_torch import changes_backward
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import has_users_code
@@ -91,15 +92,10 @@ def rows_add_up(
     whole = embedding_gradient(model, batch, scale, trains=trains) if whole is None else whole
     if whole is None:
         return True
-    alone = []
-    for row in range(len(whole)):
-        of_row = {
-            name: value[row : row + 1]
-            if isinstance(value, Tensor) and value.ndim and len(value) == len(whole)
-            else value
-            for name, value in batch.items()
-        }
-        alone.append(embedding_gradient(model, of_row, scale, trains=trains, row=row))
+    rows = len(whole)
+    alone = [
+        embedding_gradient(model, take_rows(batch, row, 1, rows), scale, trains=trains, row=row) for row in range(rows)
+    ]
     return _agree(torch.cat([one for one in alone if one is not None]), whole, _tolerance(model))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.batches import IGNORED_LABEL, count_targets
+from hf_parallel.batches import IGNORED_LABEL, count_targets, take_rows
 from hf_parallel.compat.private_torch import is_cross_entropy, version_of
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.model.dropout import NoDropout
@@ -340,10 +340,7 @@ def _compare_rows(model: nn.Module, sample: Mapping[str, Any], whole: _Made) -> 
         return
     total = 0.0
     for row in range(rows):
-        one = {
-            name: value[row : row + 1] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
-            for name, value in sample.items()
-        }
+        one = take_rows(sample, row, 1, rows)
         if count := int(count_targets(one, loss_shifts_labels(model))):
             try:
                 total += _watched(model, one, trains=False, counted=False).value * count
