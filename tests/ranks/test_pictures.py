@@ -66,6 +66,19 @@ def qwen2_vl() -> Any:
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
+def qwen3_vl() -> Any:
+    """Its first blocks add what early blocks of the vision tower saw."""
+    config = transformers.Qwen3VLConfig(
+        text_config={**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        vision_config={
+            **{"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32},
+            **{"patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [1, 2]},
+        },
+        image_token_id=PICTURE,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
 def lively(model: Any) -> Any:
     """With random numbers in place of zeros, which a relative tolerance says nothing about."""
     with torch.no_grad():
@@ -121,6 +134,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Row]]] = {
     "one_a_row": (gemma3, for_gemma3),
     "several_a_row": (llava, lambda index: with_pictures(index, 1 + index % 2)),
     "patches": (qwen2_vl, for_qwen),
+    "early_sight": (qwen3_vl, for_qwen),
     "three_positions": (qwen2_vl, for_qwen_text),
 }
 
