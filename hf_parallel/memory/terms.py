@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_parallel.memory.moments import Recorded
+from hf_parallel.memory.optimizers import ADAMW
 from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
@@ -140,6 +141,7 @@ class Layout:
         ep_size: Replicas that share the experts of each block.
         sp_size: Ranks that share the sequence of each row, and hold the same parameters.
         sp_attention: How attention of these reaches the whole of a row, as in the settings.
+        optim: The optimizer, a key of `OPTIMIZERS`.
     """
 
     num_processes: int
@@ -163,6 +165,7 @@ class Layout:
     ep_size: int = 1
     sp_size: int = 1
     sp_attention: str = "auto"
+    optim: str = ADAMW
 
     @property
     def num_shards(self) -> int:

@@ -15,6 +15,7 @@ from transformers import (
     BloomConfig,
     DeepseekV3Config,
     LlamaConfig,
+    Mamba2Config,
     MixtralConfig,
 )
 from typer.testing import CliRunner
@@ -184,6 +185,14 @@ def test_a_model_that_does_not_run_on_parts_of_a_row_is_refused(section: str, wh
     path = recipe(tmp_path, section, processes=4 if "pp" in section else 2)
     with pytest.raises(PlanError, match=what + " does not run on a part of the sequence: .*Set sp_size to 1;"):
         dry_run_recipe(path, config, rank=0, rows=2, length=64)
+
+
+def test_a_type_whose_layers_take_no_adapters_is_refused(tmp_path: Path) -> None:
+    config = Mamba2Config(hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, n_groups=1, vocab_size=128)
+    with pytest.raises(
+        ConfigError, match=r"lora_rank=4: PEFT puts no adapters on .*Mamba2ForCausalLM: .*Leave lora_rank out"
+    ):
+        dry_run_recipe(recipe(tmp_path, "{}"), config, rows=1, length=64, lora_rank=4)
 
 
 def test_what_fails_on_whole_rows_too_is_not_blamed_on_their_parts(tmp_path: Path) -> None:
