@@ -237,11 +237,11 @@ def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, ele
 def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Parameters of each rank of a pipeline, divided by tp_size: all large ones are taken to be sharded."""
     if layout.pp_size == 1:
-        outside = shape.parameters - shape.layers * shape.block
-        return [outside / layout.tp_size + shape.layers * _block_of_rank(shape, layout)]
+        outside = shape.parameters - shape.layers * shape.block - shape.positions
+        return [outside / layout.tp_size + shape.positions + shape.layers * _block_of_rank(shape, layout)]
     placement, found = layout.schedule.placement, blocks_of_ranks(shape, layout)
     head = shape.head - (placement[0] == placement[-1] and shape.tied) * shape.vocab * shape.hidden
-    found[placement[0]] += shape.embedding / layout.tp_size
+    found[placement[0]] += shape.embedding / layout.tp_size + shape.positions
     found[placement[-1]] += head / layout.tp_size
     return found
 
@@ -260,7 +260,7 @@ def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
 def tables_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Like `parameters_of_ranks`, counting the token embedding alone."""
     first = layout.schedule.placement[0] if layout.pp_size > 1 else 0
-    return [shape.embedding / layout.tp_size * (rank == first) for rank in range(layout.pp_size)]
+    return [(shape.embedding / layout.tp_size + shape.positions) * (rank == first) for rank in range(layout.pp_size)]
 
 
 def _block(shape: ModelShape, layout: Layout) -> float:

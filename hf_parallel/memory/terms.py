@@ -53,6 +53,7 @@ class ModelShape:
         head_dim: Width of a head.
         embedding: Parameters before the first block.
         head: Parameters after the last block, the tied ones included.
+        positions: Parameters of other tables before the first block, which ranks of tensor parallelism have whole.
         tied: Whether the head's weight is the embedding's.
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
@@ -88,12 +89,13 @@ class ModelShape:
     adapters: int = 0
     block_bits: float = 0.0
     numbers: frozenset[int] = NONE
+    positions: int = 0
 
     @property
     def block(self) -> float:
         """Parameters of one block, the mean."""
         shared = self.vocab * self.hidden if self.tied else 0
-        return (self.parameters - self.embedding - self.head + shared) / max(1, self.layers)
+        return (self.parameters - self.embedding - self.positions - self.head + shared) / max(1, self.layers)
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
     """
     ranks = placement(spec)
     held = blocks_of_ranks(profile, spec, counts)
-    held[ranks[0]] += profile.embedding / spec.tp
+    held[ranks[0]] += _tables(profile, spec)
     held[ranks[-1]] += 0 if profile.tied and ranks[0] == ranks[-1] else profile.head / spec.tp
     return held
 
@@ -192,7 +192,12 @@ def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[i
 def tables_of_ranks(profile: ModelProfile, spec: LayoutSpec) -> list[float]:
     """Parameters of each rank's token embedding, as far as it is trained."""
     first = placement(spec)[0]
-    return [profile.embedding / spec.tp * (rank == first and not spec.adapters) for rank in range(spec.pp)]
+    return [_tables(profile, spec) * (rank == first and not spec.adapters) for rank in range(spec.pp)]
+
+
+def _tables(profile: ModelProfile, spec: LayoutSpec) -> float:
+    """Parameters before the first block, of which positions are whole on each tensor-parallel rank."""
+    return (profile.embedding - profile.positions) / spec.tp + profile.positions
 
 
 def _of_blocks(
