@@ -12,6 +12,7 @@ import yaml
 from hf_parallel.cli.adapters_option import Adapters
 from hf_parallel.cli.answers import working, writing
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.optimizers import ADAMW
 
 
 if TYPE_CHECKING:
@@ -187,11 +188,12 @@ def _write(path: Path, model: str, plan: Plan, seq_len: int) -> None:
     machines = " --machine_rank RANK --main_process_ip IP" if cluster.nodes > 1 else ""
     counts = list(blocks_of_stages(model, cluster, spec, seq_len))
     cut = f" Planned with pipeline.split: {counts}." if spec.pp > 1 else ""
+    optim = "" if spec.optim == ADAMW else f" with optim={spec.optim}"
     head = (
         f"# Assumes: {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu}; {Path(model).name}; "
         f"{spec.global_batch} rows of an optimizer step.\n"
         f"# Launch:  accelerate launch --config_file {path.name}{machines} SCRIPT.py\n"
-        f"# Change:  TrainingArguments(per_device_train_batch_size={rows_of(spec)}) is what was planned.{cut}\n"
+        f"# Change:  TrainingArguments(per_device_train_batch_size={rows_of(spec)}) is what was planned{optim}.{cut}\n"
         f"# Loads:   {_loading(spec)}\n"
         f"# Planned: {found.step_s:.3g} s a step ({found.low_s:.3g} to {found.high_s:.3g}), "
         f"{found.total_bytes / 1e9:.1f} GB of {plan.limit_bytes / 1e9:.1f}; predicted, not measured. Counted again by\n"
@@ -216,7 +218,8 @@ def _count(path: Path, model: str, spec: LayoutSpec, seq_len: int) -> str:
 
     adapters = f" --adapters {spec.adapters}" if spec.adapters else ""
     bits = f" --bits {spec.block_bits:g}" if spec.block_bits else ""
+    optim = f" --optim {spec.optim}" if spec.optim != ADAMW else ""
     return (
         f"hf-parallel validate {path.name} --model {model} --rows {rows_of(spec)} --length {seq_len} "
-        f"--dtype {spec.precision}{adapters}{bits}"
+        f"--dtype {spec.precision}{adapters}{bits}{optim}"
     )

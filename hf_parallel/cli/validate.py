@@ -15,10 +15,12 @@ from hf_parallel.dry_run.check_file import Checked, Finding, check_file
 from hf_parallel.dry_run.fit import Verdict, accumulation_of, batch_errors, judge, layout_of_file
 from hf_parallel.errors import ParallelError
 from hf_parallel.machine.facts import this_machine
+from hf_parallel.memory.optimizers import ADAMW, OPTIMIZERS
 from hf_parallel.memory.report import GB, describe
 from hf_parallel.memory.shape import shape_of
 from hf_parallel.memory.terms import ModelShape, Precision, Work
 from hf_parallel.planner.adapters import adapters_of
+from hf_parallel.planner.checks import choose
 from hf_parallel.settings.recipes import find_recipe
 
 
@@ -38,6 +40,7 @@ class _Request:
     gpu_gb: float | None
     host_gb: float | None
     dtype: Precision | None
+    optim: str
 
 
 def validate(  # noqa: PLR0913 - each is an option
@@ -67,6 +70,10 @@ def validate(  # noqa: PLR0913 - each is an option
     dtype: Annotated[
         str | None, typer.Option(help="Parameters: fp32, half or autocast.  [default: as the file trains]")
     ] = None,
+    optim: Annotated[
+        str,
+        typer.Option(help="Optimizer, as in TrainingArguments, or sgd_momentum; it decides how many bytes it keeps."),
+    ] = ADAMW,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a config file; exit with 1 and every problem, with its line, if it cannot work."""
@@ -78,7 +85,7 @@ def validate(  # noqa: PLR0913 - each is an option
         )
     precision: Any = dtype
     request = _Request(
-        model, Work(rows, length), accumulation, global_batch, adapters, bits, gpu_gb, host_gb, precision
+        model, Work(rows, length), accumulation, global_batch, adapters, bits, gpu_gb, host_gb, precision, optim
     )
     try:
         with working("checking"), log_lines_on_stderr():
@@ -92,6 +99,7 @@ def validate(  # noqa: PLR0913 - each is an option
 
 def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
     """All findings; memory only of a file that is right otherwise."""
+    choose("optim", request.optim, OPTIMIZERS)
     machine = this_machine()
     checked = check_file(path, machine)
     if checked.errors:
@@ -111,7 +119,7 @@ def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
 
         adapted = trained(shape_of(request.model)) if count else None
         shape = trained(shape_of(request.model, layout.precision, variant_of(layout, adapted)))
-        verdict = judge(checked, shape, work, gpu_bytes, host_bytes, request.dtype)
+        verdict = judge(checked, shape, work, gpu_bytes, host_bytes, request.dtype, request.optim)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]
     return dataclasses.replace(checked, findings=(*found, *checked.findings)), verdict

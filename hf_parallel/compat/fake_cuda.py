@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_parallel.compat.torch_tools import FakeTensor
 from hf_parallel.errors import UnsupportedError
 
 
@@ -62,6 +63,13 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             delattr(owner, name) if value is missing else setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def fake_products() -> Iterator[None]:
+    """Inside, products of experts have shapes on fake tensors of the CPU, too, as `fake_cuda` gives them on those of a GPU."""
+    with replaced(functional, grouped_mm=_grouped(functional.grouped_mm)):
+        yield
 
 
 def _library(name: str) -> ctypes.CDLL:
@@ -281,10 +289,10 @@ def _attention(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _grouped(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`grouped_mm`, which a GPU computes in fp32, too; torch's rule for its shape knows bf16 alone, and transformers has one of all."""
+    """`grouped_mm`, which devices compute in fp32, too; torch's rule for its shape knows bf16 alone, and transformers has one of all."""
 
     def multiply(input: Tensor, weight: Tensor, *, offs: Tensor | None = None, **more: Any) -> Any:
-        if weight.device.type != "cuda" or weight.dtype == torch.bfloat16 or offs is None or more:
+        if not isinstance(weight, FakeTensor) or weight.dtype == torch.bfloat16 or offs is None or more:
             return stock(input, weight, offs=offs, **more)
         return torch.ops.transformers.grouped_mm_fallback(input, weight, offs=offs)
 

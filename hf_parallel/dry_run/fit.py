@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_parallel.deepspeed.emit import deepspeed_settings
@@ -12,6 +12,7 @@ from hf_parallel.dry_run.check_file import Checked
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.disk import disk_shortages
 from hf_parallel.memory.estimate import estimate
+from hf_parallel.memory.optimizers import ADAMW
 from hf_parallel.memory.report import shortages, tight
 from hf_parallel.memory.terms import Buffers, Device, Layout, Memory, ModelShape, Precision, Work, layout_of
 from hf_parallel.settings.config import HFParallelConfig
@@ -40,6 +41,7 @@ def judge(
     gpu_bytes: float | None,
     host_bytes: float,
     dtype: Precision | None,
+    optim: str = ADAMW,
 ) -> Verdict:
     """Compare what a valid file needs with what there is.
 
@@ -50,11 +52,12 @@ def judge(
         gpu_bytes: Memory of a GPU, None if there is none to compare with.
         host_bytes: RAM of a node.
         dtype: Dtype of the parameters; None is what the file's engine does with its mixed_precision.
+        optim: The optimizer, a key of `OPTIMIZERS`.
 
     Raises:
         ConfigError: The file does not say how many processes there are.
     """
-    layout = layout_of_file(checked, dtype)
+    layout = replace(layout_of_file(checked, dtype), optim=optim)
     on_cpu = checked.accelerate.get("use_cpu") is True
     zero, machines = (checked.config or HFParallelConfig()).zero, int(checked.accelerate.get("num_machines", 1))
     full = disk_shortages(shape.parameters, zero, machines)

@@ -162,7 +162,9 @@ def stage_parts(
                 # The forward of the last block that runs again has what it gives back, too.
                 backward=max(parts.backward.most, 0.0 if recorded_again else passing * (rest > 0)),
                 gradients=share,
-                late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
+                late=share
+                * (shape.block + (shape.embedding + shape.positions) * (stage == 0))
+                / max(1.0, weights[stage]),
                 table=share * shape.head / max(1.0, weights[stage]) if stage == last else 0.0,
                 loss=parts.loss if stage == last else None,
                 head=parts.head if stage == last else None,
@@ -177,7 +179,8 @@ def stage_parts(
 
 def _weights_of(shape: ModelShape, counts: Sequence[int], own: Sequence[int]) -> dict[int, float]:
     """Parameters of each stage of a rank."""
-    weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
+    first = shape.embedding + shape.positions
+    weights = {stage: float(counts[stage]) * shape.block + first * (stage == 0) for stage in own}
     last = len(counts) - 1
     if last in own:
         weights[last] += 0 if shape.tied and 0 in own else shape.head
@@ -200,6 +203,7 @@ def _parts_of_step(shape: ModelShape, recorded: Recorded, layout: Layout, stages
     parts = recorded.parts(batch)
     if layout.tp_size > 1 and layout.recompute.products is not None:
         parts = _without_what_is_sent(parts, summed([one for one in recorded.forward if one.is_sent], batch).kept)
+    parts = _with_inputs_of_keys(parts, _inputs_of_keys(shape, recorded, layout, stages.tokens), recorded.runs_again)
     loss, head = parts.loss, parts.head
     if _is_without_logits(shape, layout, stages.tokens):
         normed = _normed_for_tiles(shape, layout, recorded, stages)
@@ -214,6 +218,28 @@ def _without_what_is_sent(parts: Parts, sent: float) -> Parts:
     """The parts of a selectively recomputed block on one of several ranks: what products give to messages is not kept, and made again."""
     forward = replace(parts.forward, kept=parts.forward.kept - sent)
     return replace(parts, forward=forward, backward=replace(parts.backward, most=parts.backward.most + sent))
+
+
+def _inputs_of_keys(shape: ModelShape, recorded: Recorded, layout: Layout, tokens: float) -> float:
+    """Bytes of whole inputs that products of keys and values keep on ranks that share the sequence and have all of these products.
+
+    Where there are fewer heads of these than ranks. Products that tensor parallelism cuts keep parts of what is gathered. A norm that
+    widens its result has it cast by each of both.
+    """
+    shares = layout.sequence_parallel and layout.tp_size > 1
+    are_own = any(one.heads[0] == shape.kv_heads for one in recorded.forward)  # not of one product with the queries
+    if not (shares and 0 < shape.kv_heads < min(layout.tp_size, shape.heads) and are_own):
+        return 0.0
+    size, casts = (4.0 if layout.precision == "fp32" else 2.0), any(one.readers for one in recorded.forward)
+    return size * tokens * shape.hidden * (2 if casts else 1)
+
+
+def _with_inputs_of_keys(parts: Parts, size: float, runs_again: bool) -> Parts:
+    """The parts of a block that has so many bytes more from its forward to its backward, or in this if it runs again."""
+    forward, backward = parts.forward, parts.backward
+    if runs_again:
+        return replace(parts, backward=replace(backward, most=backward.most + size))
+    return replace(parts, forward=replace(forward, most=forward.most + size, kept=forward.kept + size))
 
 
 def _exchanging(shape: ModelShape, layout: Layout) -> int:

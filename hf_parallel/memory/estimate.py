@@ -6,7 +6,8 @@ leave out, and `OVERHEAD` is from experience.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,7 +22,19 @@ from hf_parallel.memory.activations import (
 from hf_parallel.memory.cut import blocks_of_stages
 from hf_parallel.memory.experts import stay_whole
 from hf_parallel.memory.heads import beyond_even
-from hf_parallel.memory.moments import GATHERED, SENT, Recorded, Sending, fullest, moments_of
+from hf_parallel.memory.moments import (
+    GATHERED,
+    NAMES,
+    SENT,
+    TEMPORARY,
+    Moment,
+    Recorded,
+    Sending,
+    StageParts,
+    fullest,
+    moments_of,
+)
+from hf_parallel.memory.optimizers import kept_bytes, more_of_embedding, passing_bytes
 from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 from hf_parallel.tensor_parallel.units import most_of
@@ -46,23 +59,30 @@ WHOLE: Final[Mapping[tuple[Engine, Precision], tuple[float, float, float]]] = {
     ("deepspeed", "half"): (2, 2, 12),
 }
 SUMMED: Final = 4.0  # bytes of a gradient in a message of the native engine
-MASTER: Final = 4 / 12  # part of the optimizer's state in half precision that is there before its first step
-ADAM_IN_HALF: Final = 4.0  # without ZeRO the native optimizer keeps both states in the parameters' own dtype
+ADAM: Final = 8.0  # part of AdamW's bytes above that are its two states, the rest being an fp32 copy
 GRADIENT_PARTS: Final = 4.0
-HOST_OPTIMIZER: Final = 16.0  # fp32 master, two states and an fp32 gradient
+HOST_OPTIMIZER: Final = 16.0  # fp32 master, AdamW's two states and an fp32 gradient
 HOST_PARAMETERS: Final = 4.0  # half-precision parameters and gradients
 
 
-def states(parameters: float, layout: Layout, experts: float = 0.0) -> dict[str, float]:
-    """Bytes on the GPU of weights, gradients and optimizer state of a rank that holds `parameters`, `experts` of them in experts.
+def optimizer_bytes(layout: Layout) -> tuple[float, float]:
+    """Bytes per parameter of an fp32 copy, and of what the optimizer keeps beside it."""
+    if layout.engine == "native" and layout.precision == "half" and layout.stage == 0:
+        return 0.0, kept_bytes(layout.optim, 2.0)  # it keeps its states in the parameters' own dtype
+    return WHOLE[layout.engine, layout.precision][2] - ADAM, kept_bytes(layout.optim, 4.0)
+
+
+def states(parameters: float, layout: Layout, experts: float = 0.0, embedding: float = 0.0) -> dict[str, float]:
+    """Bytes on the GPU of weights, gradients and optimizer state of a rank that holds `parameters`.
+
+    `experts` of them are in experts, `embedding` in the token embedding.
 
     Source: ZeRO (arXiv:1910.02054) figure 1; offload as measured with DeepSpeed 0.19.8: with the optimizer on the host
     the gradient's partition goes there as well (stage 3). The native engine sums gradients next to the parameters: stage 2
     holds a part of them while it brings them down.
     """
-    weights, gradients, optimizer = WHOLE[layout.engine, layout.precision]
-    if layout.engine == "native" and layout.precision == "half" and layout.stage == 0:
-        optimizer = ADAM_IN_HALF
+    weights, gradients, _ = WHOLE[layout.engine, layout.precision]
+    optimizer = sum(optimizer_bytes(layout))
     if (layout.engine, layout.precision, layout.stage, layout.offload_optimizer) == ("native", "half", 2, "none"):
         gradients = GRADIENT_PARTS  # what is summed is the gradient of the fp32 copy
     parts, stage, sharded_weights = layout.num_shards, layout.stage, layout.stage == 3
@@ -76,6 +96,7 @@ def states(parameters: float, layout: Layout, experts: float = 0.0) -> dict[str,
         if stage >= 1
         else optimizer * parameters,
     }
+    found["optimizer state"] += more_of_embedding(layout.optim) * embedding / (parts if stage >= 1 else 1)
     if layout.offload_optimizer != "none":
         found["optimizer state"] = 0.0
         if stage == 3:
@@ -96,7 +117,7 @@ def host_states(parameters: float, layout: Layout) -> dict[str, float]:
     if layout.offload_optimizer == "cpu":
         whole = layout.engine == "fsdp2"
         name = "parameters, gradients, optimizer state" if whole else "optimizer state and fp32 gradients"
-        found[name] = HOST_OPTIMIZER * share
+        found[name] = (HOST_OPTIMIZER - ADAM + kept_bytes(layout.optim, 4.0)) * share
     if layout.offload_param == "cpu" and layout.engine != "fsdp2":
         found["parameters and gradients"] = HOST_PARAMETERS * share
     return found
@@ -194,7 +215,8 @@ def steps_of(
     usual = states, sending_of(trained, shape, layout, passes=passes)
     if layout.stage not in (1, 2) or layout.num_shards == 1:
         return [usual]
-    first = whole | {"optimizer state": states["optimizer state"] * (MASTER if is_half else 0.0)}
+    copy, kept = optimizer_bytes(layout)
+    first = whole | {"optimizer state": states["optimizer state"] * (copy / (copy + kept) if is_half else 0.0)}
     return [usual, (first, sending_of(trained, shape, layout, is_first=True))]
 
 
@@ -215,11 +237,11 @@ def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, ele
 def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Parameters of each rank of a pipeline, divided by tp_size: all large ones are taken to be sharded."""
     if layout.pp_size == 1:
-        outside = shape.parameters - shape.layers * shape.block
-        return [outside / layout.tp_size + shape.layers * _block_of_rank(shape, layout)]
+        outside = shape.parameters - shape.layers * shape.block - shape.positions
+        return [outside / layout.tp_size + shape.positions + shape.layers * _block_of_rank(shape, layout)]
     placement, found = layout.schedule.placement, blocks_of_ranks(shape, layout)
     head = shape.head - (placement[0] == placement[-1] and shape.tied) * shape.vocab * shape.hidden
-    found[placement[0]] += shape.embedding / layout.tp_size
+    found[placement[0]] += shape.embedding / layout.tp_size + shape.positions
     found[placement[-1]] += head / layout.tp_size
     return found
 
@@ -233,6 +255,12 @@ def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     for rank, count in zip(layout.schedule.placement, blocks_of_stages(shape, layout), strict=True):
         found[rank] += count * block
     return found
+
+
+def tables_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
+    """Like `parameters_of_ranks`, counting the token embedding alone."""
+    first = layout.schedule.placement[0] if layout.pp_size > 1 else 0
+    return [(shape.embedding / layout.tp_size + shape.positions) * (rank == first) for rank in range(layout.pp_size)]
 
 
 def _block(shape: ModelShape, layout: Layout) -> float:
@@ -251,18 +279,21 @@ def _block_of_rank(shape: ModelShape, layout: Layout) -> float:
     return whole + (_block(shape, layout) - whole) / layout.tp_size + beyond
 
 
-def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
+def _lasting(
+    parameters: float, blocks: float, embedding: float, shape: ModelShape, layout: Layout
+) -> dict[str, float]:
     """States, buffers and extras of a rank that holds `parameters` of the model, or trains its share of adapters to them.
 
     Args:
         parameters: Parameters of the rank.
         blocks: Parameters of the rank that are in blocks.
+        embedding: Parameters of the rank that are in the token embedding.
         shape: Shape of the model.
         layout: Division among the ranks.
     """
     if not shape.adapters:
         experts = blocks * shape.experts / layout.ep_size / _block(shape, layout)
-        terms = states(parameters, layout, experts) | buffers(parameters, shape, layout)
+        terms = states(parameters, layout, experts, embedding) | buffers(parameters, shape, layout)
         return terms | {name: size * parameters for name, size in layout.extra.items()}
     own, whole = replace(layout, precision="fp32"), states(parameters, layout)
     # Adapters lie beside the products of blocks, of which ranks have different numbers.
@@ -294,23 +325,55 @@ def _recorded_peaks(shape: ModelShape, recorded: Recorded, layout: Layout, work:
     if layout.pp_size == 1 and work.accumulation > 1:
         schedule = build_schedule("1f1b", 1, 2)  # those after the second are like it
     held, inside = parameters_of_ranks(shape, layout), blocks_of_ranks(shape, layout)
+    tables = tables_of_ranks(shape, layout)
     stages, found = stages_of(shape, layout, work), []
     passes = work.accumulation if layout.pp_size == 1 else 1
     for rank, actions in enumerate(schedule):
-        lasting = _lasting(held[rank], inside[rank], shape, layout)
+        lasting = _lasting(held[rank], inside[rank], tables[rank], shape, layout)
         sent = lasting.pop(SENT, 0.0)
         lasting.pop(CASTS, 0.0)  # they are recorded
         whole = passing_gathers(lasting, layout)
-        own, last = stages.of_rank(rank), len(stages.counts) - 1
-        moments, each = moments_of(actions, own, last), []
-        for states_there, sending in steps_of(lasting, _trained(held[rank], shape), shape, layout, passes, sent):
-            there = dict(states_there)
-            parts = stage_parts(shape, recorded, layout, stages, rank, there.pop("gradients", 0.0))
-            terms = fullest(moments, parts, sending, whole)
-            terms[GATHERED] += there.pop(GATHERED, 0.0)
-            each.append(there | terms)
-        found.append(max(each, key=lambda terms: sum(terms.values())))
+        moments = moments_of(actions, stages.of_rank(rank), len(stages.counts) - 1)
+        steps = steps_of(lasting, _trained(held[rank], shape), shape, layout, passes, sent)
+        parts_of = functools.partial(stage_parts, shape, recorded, layout, stages, rank)
+        there, terms = fullest_step(steps, moments, parts_of, whole, updating_bytes(held[rank], shape, layout))
+        terms[GATHERED] += there.pop(GATHERED, 0.0)
+        found.append(there | terms)
     return found
+
+
+def updating_bytes(parameters: float, shape: ModelShape, layout: Layout) -> float:
+    """Bytes that the optimizer's step takes for a while on a rank of so many parameters; those of adapters are small."""
+    if shape.adapters or layout.offload_optimizer != "none":
+        return 0.0
+    element = 2.0 if layout.precision == "half" and layout.engine == "native" and layout.stage == 0 else 4.0
+    return passing_bytes(layout.optim, element) * min(shape.largest / layout.tp_size, parameters)
+
+
+def fullest_step(
+    steps: Sequence[tuple[dict[str, float], Sending]],
+    moments: Sequence[Moment],
+    parts_of: Callable[[float], Sequence[StageParts]],
+    gathered: float,
+    updating: float,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """States but gradients, and the terms of `fullest`, of the step of `steps` that takes most, the optimizer's included.
+
+    Args:
+        steps: See `steps_of`.
+        moments: Moments of the rank.
+        parts_of: Parts of its stages, from the bytes of its gradients.
+        gathered: Bytes of parameters that are whole while a block runs.
+        updating: See `updating_bytes`.
+    """
+    found = []
+    for had, sending in steps:
+        there, gradients = dict(had), had.get("gradients", 0.0)
+        there.pop("gradients", None)
+        passes = fullest(moments, parts_of(gradients), sending, gathered)
+        update = dict.fromkeys(NAMES, 0.0) | {"gradients": gradients, TEMPORARY: updating}
+        found += [(there, passes), (there, update)]
+    return max(found, key=lambda one: sum(one[0].values()) + sum(one[1].values()))
 
 
 def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = True) -> Memory:
@@ -326,11 +389,14 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
         ScheduleError: The schedule does not fit the ranks.
     """
     held, inside = parameters_of_ranks(shape, layout), blocks_of_ranks(shape, layout)
+    tables = tables_of_ranks(shape, layout)
     ranks, waiting = [], []
     peaks = None if shape.recorded is None else _recorded_peaks(shape, shape.recorded, layout, work)
     for rank, kept in enumerate(activations(shape, layout, work)):
         waiting.append(kept.pop(ON_HOST))
-        terms = _lasting(held[rank], inside[rank], shape, layout) | kept if peaks is None else peaks[rank]
+        terms = (
+            _lasting(held[rank], inside[rank], tables[rank], shape, layout) | kept if peaks is None else peaks[rank]
+        )
         context = CONTEXT_BYTES if on_gpu else 0.0
         ranks.append(terms | {OVERHEAD: context + FRAGMENTATION * sum(terms.values())})
     worst = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].values()))

@@ -142,7 +142,8 @@ def shape_of_config(config: Any, precision: Precision | None = None, variant: Va
     head_dim = getattr(first, "head_dim", None) or hidden // max(1, heads)
     kv_heads = getattr(first, "num_key_value_heads", None) or heads
     stacks = _in_stacks(model)
-    block = (sum(sizes.values()) - embedding.numel() - (0 if tied else head)) / layers
+    positions = positions_of(model)
+    block = (sum(sizes.values()) - embedding.numel() - positions - (0 if tied else head)) / layers
     wide, attention = width_of(first, hidden), 2 * hidden * head_dim * (heads + kv_heads)
     return ModelShape(
         parameters=sum(sizes.values()),
@@ -163,7 +164,21 @@ def shape_of_config(config: Any, precision: Precision | None = None, variant: Va
         saved=saved,
         recorded=recorded,
         numbers=numbers_beside(model, wide),
+        positions=positions,
     )
+
+
+def positions_of(model: Any) -> int:
+    """Parameters of tables outside of the blocks beside that of the tokens and the head: learned positions."""
+    from torch import nn
+
+    from hf_parallel.model.stack import blocks_of, candidate_stacks
+
+    stacks = candidate_stacks(model)
+    inside = {id(module) for block in (blocks_of(model, stacks[0]) if stacks else ()) for module in block.modules()}
+    own = {id(one) for one in (model.get_input_embeddings(), model.get_output_embeddings())}
+    tables = (one for one in model.modules() if isinstance(one, nn.Embedding) and id(one) not in inside | own)
+    return sum(one.weight.numel() for one in tables)
 
 
 def _in_stacks(model: Any) -> set[str]:

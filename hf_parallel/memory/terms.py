@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_parallel.memory.moments import Recorded
+from hf_parallel.memory.optimizers import ADAMW
 from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
@@ -52,6 +53,7 @@ class ModelShape:
         head_dim: Width of a head.
         embedding: Parameters before the first block.
         head: Parameters after the last block, the tied ones included.
+        positions: Parameters of other tables before the first block, which ranks of tensor parallelism have whole.
         tied: Whether the head's weight is the embedding's.
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
@@ -87,12 +89,13 @@ class ModelShape:
     adapters: int = 0
     block_bits: float = 0.0
     numbers: frozenset[int] = NONE
+    positions: int = 0
 
     @property
     def block(self) -> float:
         """Parameters of one block, the mean."""
         shared = self.vocab * self.hidden if self.tied else 0
-        return (self.parameters - self.embedding - self.head + shared) / max(1, self.layers)
+        return (self.parameters - self.embedding - self.positions - self.head + shared) / max(1, self.layers)
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Layout:
         ep_size: Replicas that share the experts of each block.
         sp_size: Ranks that share the sequence of each row, and hold the same parameters.
         sp_attention: How attention of these reaches the whole of a row, as in the settings.
+        optim: The optimizer, a key of `OPTIMIZERS`.
     """
 
     num_processes: int
@@ -163,6 +167,7 @@ class Layout:
     ep_size: int = 1
     sp_size: int = 1
     sp_attention: str = "auto"
+    optim: str = ADAMW
 
     @property
     def num_shards(self) -> int:

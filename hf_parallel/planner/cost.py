@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hf_parallel.memory.experts import stay_whole
+from hf_parallel.memory.heads import most_heads
 from hf_parallel.planner.adapters import adapter_pass, is_beside, moved_by_unpacking, stored_bytes, trained_share
 from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, by_copies, groups_of, one_way
 from hf_parallel.planner.constants import Constants
@@ -124,7 +125,8 @@ class Place:
 def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass:
     """Seconds of one micro-batch in a block, messages included."""
     spec, c = place.spec, place.c
-    products = sum(_product(one, place, heads=block.heads) for one in placed(block, spec))
+    share = block.heads / heads_of_rank(block, spec) if block.heads else 0.0
+    products = sum(_product(one, place, share_of_heads=share) for one in placed(block, spec))
     kernels, kernels_back = _between(profile, block, place)
     core, core_back = attention_pass(block, place)
     forward = products + kernels + core
@@ -197,14 +199,21 @@ def _summed(parameters: float, place: Place) -> float:
     return each * parameters / spec.tp * (1 - 1 / spec.num_microbatches) / rate
 
 
-def _product(one: Product, place: Place, *, fp8: bool = True, heads: int = 0) -> float:
-    """Seconds forward; the rank with most heads of `heads` counts."""
+def heads_of_rank(block: BlockProfile, spec: LayoutSpec) -> int:
+    """Query heads of the tensor-parallel rank with most: this package cuts them in units (`memory/heads.py`)."""
+    if spec.places_replicas and block.kv_heads:
+        return most_heads(block.heads, block.kv_heads, spec.tp, block.numbers)[0]
+    return math.ceil(block.heads / spec.tp)
+
+
+def _product(one: Product, place: Place, *, fp8: bool = True, share_of_heads: float = 0.0) -> float:
+    """Seconds forward; products of attention are divided by `share_of_heads`, if it is given."""
     spec, tokens = place.spec, place.tokens
     whole = spec.experts_over_tp and one.stored > 1  # on a rank, which gets its part of the tokens
     tokens /= spec.tp if whole else 1
     share: float = spec.tp if one.cut != "none" and not whole else 1
-    if one.is_attention and heads and share > 1:
-        share = heads / math.ceil(heads / share)
+    if one.is_attention and share_of_heads and share > 1:
+        share = share_of_heads
     inputs = one.inputs / (share if one.cut == "row" else 1)
     outputs = one.outputs / (share if one.cut == "column" else 1)
     rate = place.rate * (KERNELS[spec.kernels].fp8 if spec.dtype == "fp8" and fp8 and one.cut != "none" else 1)
@@ -241,7 +250,7 @@ def attention_pass(block: BlockProfile, place: Place) -> tuple[float, float]:
     spec, c = place.spec, place.c
     if not block.heads:
         return 0.0, 0.0
-    heads = spec.micro_batch * math.ceil(block.heads / spec.tp / spec.sp)
+    heads = spec.micro_batch * math.ceil(heads_of_rank(block, spec) / spec.sp)
     width = block.head_dim + block.value_dim
     if spec.attention != "eager":
         card = place.cluster.card

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hf_parallel.memory.estimate import ADAM
+from hf_parallel.memory.optimizers import ADAMW, kept_bytes
 from hf_parallel.memory.terms import Precision
 
 
@@ -82,6 +84,7 @@ class LayoutSpec:
         adapters_are: Whether these are "beside" the model or some of its "own"; "auto" is what their number tells.
         block_bits: Bits of a frozen parameter of a block, its share of the scales included (a quantised base: 4.13 for
             NF4); 0 for those of `dtype`.
+        optim: The optimizer, by a name of TrainingArguments.optim; "sgd_momentum" is sgd with momentum in optim_args.
         dp_inside: Replicas of a stage that are neighbours, a divisor of dp; 0 is "auto", with which a step is shortest.
     """
 
@@ -123,12 +126,16 @@ class LayoutSpec:
     adapters_are: str = "auto"
     block_bits: float = 0.0
     dp_inside: int = 0
+    optim: str = ADAMW
 
     @property
     def states(self) -> tuple[float, float, float]:
         """Bytes of weights, gradients and optimizer per parameter, whole."""
         is_half = self.dtype != "fp32" and (self.param_dtype != "fp32" or self.engine == "deepspeed")
-        return self.state_bytes or STATE_BYTES[self.engine, is_half]
+        if self.state_bytes is not None:
+            return self.state_bytes
+        weights, gradients, optimizer = STATE_BYTES[self.engine, is_half]
+        return weights, gradients, optimizer - ADAM + kept_bytes(self.optim, 4.0)
 
     @property
     def gradient_bytes(self) -> float:

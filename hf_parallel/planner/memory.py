@@ -12,6 +12,7 @@ from hf_parallel.head.rows import is_tiled, rows_of_tile
 from hf_parallel.memory.activations import Stages
 from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.memory.moments import Recorded
+from hf_parallel.memory.optimizers import kept_bytes, more_of_embedding
 from hf_parallel.memory.terms import Buffers
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.adapters import is_beside, may_be_beside, stored_bytes
@@ -33,7 +34,7 @@ PASSING: Final = ("activations", "logits", "buffers")
 BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in fp32
 # Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
 LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "norms": 12.0, "fused": 8.0}
-ADAPTER_BYTES: Final = (4.0, 4.0, 8.0)  # PEFT's adapters are in fp32 beside whatever the model is in
+ADAPTER_BYTES: Final = (4.0, 4.0)  # PEFT's adapters and their gradients are in fp32 beside whatever the model is in
 DEEPSPEED: Final = Buffers()
 MIDDLE: Final = 1  # the block that is recorded, of three
 # Of each logit of the whole vocabulary: log-softmax and the gradients before and after it, in fp32. In 16 bit the logits, and the
@@ -94,7 +95,8 @@ def _bytes_by_formula(
     logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
     found = []
     for rank in range(spec.pp):
-        terms = _states(held[rank], experts[rank], blocks[rank], trained[rank], spec, beside=beside)
+        table = tables_of_ranks(profile, spec)[rank]
+        terms = _states(held[rank], experts[rank], blocks[rank], trained[rank], table, spec, beside=beside)
         terms["activations"] = kept[rank] + working
         terms["logits"] = logits if rank == ranks[-1] else 0.0
         terms["buffers"] = _buffers(profile, held[rank], spec) + _unpacked(profile, spec)
@@ -111,7 +113,8 @@ def _own_bytes(
     held, experts = parameters_of_ranks(profile, spec, counts), experts_of_ranks(profile, spec, counts)
     blocks = blocks_of_ranks(profile, spec, counts)
     trained = trained_of_ranks(held, blocks, spec, beside=beside)
-    states = [_states(*each, spec, beside=beside) for each in zip(held, experts, blocks, trained, strict=True)]
+    each = zip(held, experts, blocks, trained, tables_of_ranks(profile, spec), strict=True)
+    states = [_states(*one, spec, beside=beside) for one in each]
     sizes = _sizes(profile, spec, counts, seq_len)
     stages = Stages(spec.micro_batch * seq_len / spec.sp, seq_len, placement(spec), counts, sizes)
     if spec.pp == 1:
@@ -164,7 +167,7 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
     """
     ranks = placement(spec)
     held = blocks_of_ranks(profile, spec, counts)
-    held[ranks[0]] += profile.embedding / spec.tp
+    held[ranks[0]] += _tables(profile, spec)
     held[ranks[-1]] += 0 if profile.tied and ranks[0] == ranks[-1] else profile.head / spec.tp
     return held
 
@@ -184,6 +187,17 @@ def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[i
     return _of_blocks(
         profile, spec, counts, lambda kind: kind.experts * whole_experts(kind, spec) / spec.sharing_replicas
     )
+
+
+def tables_of_ranks(profile: ModelProfile, spec: LayoutSpec) -> list[float]:
+    """Parameters of each rank's token embedding, as far as it is trained."""
+    first = placement(spec)[0]
+    return [_tables(profile, spec) * (rank == first and not spec.adapters) for rank in range(spec.pp)]
+
+
+def _tables(profile: ModelProfile, spec: LayoutSpec) -> float:
+    """Parameters before the first block, of which positions are whole on each tensor-parallel rank."""
+    return (profile.embedding - profile.positions) / spec.tp + profile.positions
 
 
 def _of_blocks(
@@ -213,9 +227,9 @@ def trained_of_ranks(held: Sequence[float], blocks: Sequence[float], spec: Layou
 
 
 def _states(
-    parameters: float, experts: float, blocks: float, trained: float, spec: LayoutSpec, *, beside: bool
+    parameters: float, experts: float, blocks: float, trained: float, table: float, spec: LayoutSpec, *, beside: bool
 ) -> dict[str, float]:
-    """Bytes of a rank's states: `parameters`, of which `blocks` are in blocks, and of these `experts` in experts."""
+    """Bytes of a rank's states: `parameters`, of which `blocks` are in blocks, of these `experts` in experts, and `table` in the embedding."""
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
         share = trained / max(parameters, 1.0)
@@ -224,7 +238,8 @@ def _states(
         if spec.block_bits:
             weights -= (weights - spec.block_bits / 8) * blocks / max(parameters, 1.0)
         is_in_fp32 = beside and spec.state_bytes is None and spec.engine == "native" and spec.kernels == "eager"
-        own, gradients, optimizer = (share * each for each in (ADAPTER_BYTES if is_in_fp32 else spec.states))
+        usual = *ADAPTER_BYTES, kept_bytes(spec.optim, 4.0)
+        own, gradients, optimizer = (share * each for each in (usual if is_in_fp32 else spec.states))
         weights += own * beside
     # Experts are in parts already, of which fewer ranks have copies.
     shard = (parameters + experts * (spec.sharing_replicas - 1)) / (spec.dp * spec.sp)
@@ -234,6 +249,7 @@ def _states(
         "gradients": gradients * (shard if spec.zero >= 2 or whole else parameters),
         "optimizer": optimizer * (shard if spec.zero >= 1 else parameters),
     }
+    found["optimizer"] += more_of_embedding(spec.optim) * table / (spec.dp * spec.sp if spec.zero else 1)
     if spec.offload_optimizer != "none":
         found["optimizer"] = 0.0
         if spec.zero == 3:

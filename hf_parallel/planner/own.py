@@ -8,8 +8,16 @@ from dataclasses import replace
 from typing import Final
 
 from hf_parallel.memory.activations import Stages, stage_parts
-from hf_parallel.memory.estimate import CASTS, buffers, passing_gathers, steps_of, unpacked
-from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, fullest, moments_of
+from hf_parallel.memory.estimate import (
+    CASTS,
+    buffers,
+    fullest_step,
+    passing_gathers,
+    steps_of,
+    unpacked,
+    updating_bytes,
+)
+from hf_parallel.memory.moments import GATHERED, SENT, TEMPORARY, Moment, Recorded, moments_of
 from hf_parallel.memory.terms import Layout, ModelShape, SavedBytes, of_slow_networks
 from hf_parallel.memory.variant import Variant
 from hf_parallel.planner.adapters import is_beside, rank_of_all
@@ -97,12 +105,12 @@ def peaks_of_ranks(
         lasting = _lasting(held[rank], shape, layout, spec)
         sent, whole = lasting.pop(SENT, 0.0), passing_gathers(lasting, layout)
         there = {"gradients": own["gradients"], "optimizer state": own["optimizer"]}
-        reduced, each = spec.num_microbatches if spec.pp == 1 else 1, []
-        for had, sending in steps_of(there, spec.trained(held[rank]), shape, layout, reduced, sent):
-            parts = stage_parts(shape, recorded, layout, stages, rank, had["gradients"])
-            terms = fullest(moments[rank], parts, sending, whole)
-            each.append(_added(terms, sum(there.values()) - had["optimizer state"]))
-        found.append(max(each, key=lambda terms: sum(terms.values())))
+        reduced = spec.num_microbatches if spec.pp == 1 else 1
+        steps = steps_of(there, spec.trained(held[rank]), shape, layout, reduced, sent)
+        parts_of = functools.partial(stage_parts, shape, recorded, layout, stages, rank)
+        updating = updating_bytes(held[rank], shape, layout)
+        had, terms = fullest_step(steps, moments[rank], parts_of, whole, updating)
+        found.append(_added(terms, sum(there.values()) - had["optimizer state"]))
         found[-1]["buffers"] += sum(lasting.values())
     return found
 
@@ -156,6 +164,7 @@ def _layout(spec: LayoutSpec) -> Layout:
         extra=_extra(spec.compression, spec.local_steps),
         ep_size=spec.ep,
         sp_size=spec.sp,
+        optim=spec.optim,
     )
 
 

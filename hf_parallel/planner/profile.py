@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.memory.heads import beyond_even
 from hf_parallel.memory.moments import Recorded
+from hf_parallel.memory.shape import positions_of
 from hf_parallel.memory.terms import ModelShape, Precision, SavedBytes
 from hf_parallel.memory.variant import Variant
 from hf_parallel.memory.widths import numbers_beside, width_of
@@ -229,6 +230,7 @@ class ModelProfile:
         kinds: The kinds of blocks.
         layers: The kind of each block, in order.
         embedding: Parameters outside of the blocks and the head.
+        positions: Part of them in tables that ranks of tensor parallelism have whole.
         head: Parameters of the head, also if they are the embedding's.
         tied: Whether the head's weight is the embedding's.
         has_dropout: Whether the residual stream has dropout.
@@ -243,6 +245,7 @@ class ModelProfile:
     head: int
     tied: bool
     has_dropout: bool = False
+    positions: int = 0
     source: Source | None = field(default=None, compare=False, repr=False)
 
     @functools.cached_property
@@ -258,7 +261,8 @@ class ModelProfile:
             heads=kind.heads,
             kv_heads=kind.kv_heads,
             head_dim=kind.head_dim,
-            embedding=self.embedding,
+            embedding=self.embedding - self.positions,
+            positions=self.positions,
             head=self.head,
             tied=self.tied,
             gated=kind.is_gated,
@@ -352,6 +356,7 @@ def _walk(config: Any) -> ModelProfile:
         head=head,
         tied=tied,
         has_dropout=isinstance(dropout, float) and dropout > 0,
+        positions=positions_of(model),
         source=Source(config),
     )
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any, Final, get_args
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.optimizers import ADAMW, OPTIMIZERS
 from hf_parallel.planner.checks import bits, choose, share, triple, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
@@ -32,10 +33,11 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "compression": get_args(Method),
     "split": ("auto", "balanced", "even"),
     "adapters_are": ("auto", "beside", "own"),
+    "optim": tuple(OPTIMIZERS),
 }
 OPTIONAL: Final = (
     *("engine", "offload_param", "offload_optimizer", "compression", "loss", "param_dtype", "reduce_dtype"),
-    *("dp_inside", "split", "adapters_are"),
+    *("dp_inside", "split", "adapters_are", "optim"),
 )
 COUNTS: Final = ("tp", "pp", "dp", "sp", "ep", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
 SWITCHES: Final = (
@@ -142,6 +144,11 @@ def _without_effect(spec: LayoutSpec) -> list[str]:
         found.append(
             f"recompute_share={spec.recompute_share:g} with recompute={spec.recompute}: it says of how many blocks recompute=full is true. "
             "Set recompute to full, or leave recompute_share out."
+        )
+    if spec.state_bytes is not None and spec.optim != ADAMW:
+        found.append(
+            f"optim={spec.optim} with state_bytes={spelled(list(spec.state_bytes))}: its third number is what an optimizer keeps. Leave out "
+            "one of them."
         )
     if spec.zero_owners and spec.zero != 1:
         found.append(

@@ -16,6 +16,7 @@ from hf_parallel.compat.private_quantised import quantised_bits
 from hf_parallel.compat.private_transformers import attention_of, set_train_batch_size
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine.facts import this_machine
+from hf_parallel.memory.optimizers import optimizer_of
 from hf_parallel.mesh.links import Links
 from hf_parallel.mesh.one_rank import on_rank_zero
 from hf_parallel.mesh.ranks import links_here
@@ -110,6 +111,8 @@ def given_by(trainer: Trainer, model: Any) -> dict[str, Any]:
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else half,
         "attention": attention if attention in ("eager", "sdpa") else "flash",
     }
+    if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:  # else it is one of the user's
+        found["optim"] = optimizer_of(str(getattr(args.optim, "value", args.optim)), args.optim_args)
     if found["dtype"] != "fp32" and any(p.dtype == torch.float32 for p in model.parameters()):
         found["param_dtype"] = "fp32"  # products cast it
     found |= {"recompute": "full"} if args.gradient_checkpointing else {}

@@ -18,7 +18,7 @@ from hf_parallel.dry_run.rank.run import Job, axis_of, run_dry
 from hf_parallel.dry_run.rank.step import Training, batches_of
 from hf_parallel.engine.session import Session
 from hf_parallel.memory.meter import Meter
-from hf_parallel.memory.terms import Work
+from hf_parallel.memory.terms import Precision, Work
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 
@@ -45,17 +45,14 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "pp2 x sp2": {"pp_size": 2, "sp_size": 2, "pipeline": {"num_microbatches": 4}},
     "recomputed": {"activation_checkpointing": {"every": 1}},
     "ep2": {"ep_size": 2},
+    "ep2 in fp32": {"ep_size": 2},
     "ep2 x dp2, zero1": {"ep_size": 2, "zero": {"stage": 1}},
 }
+HALF = {"ep2", "ep2 x dp2, zero1"}
 
 
 def config_of(section: dict[str, Any]) -> Any:
     return MixtralConfig(**SIZES, **EXPERTS) if "ep_size" in section else LlamaConfig(**SIZES)
-
-
-def dtype_of(section: dict[str, Any]) -> torch.dtype:
-    """Of torch's grouped product on the CPU shapes are known in 16 bit alone."""
-    return torch.bfloat16 if "ep_size" in section else torch.float32
 
 
 def route_evenly() -> None:
@@ -70,14 +67,14 @@ def route_evenly() -> None:
 
 
 def counted(
-    rank: int, world_size: int, section: dict[str, Any]
+    rank: int, world_size: int, section: dict[str, Any], dtype: torch.dtype
 ) -> tuple[int, dict[str, int], dict[str, tuple[int, int]]]:
     """Bytes at the peak of a real step, by kind, and calls and bytes of messages by operation and axis."""
     torch.manual_seed(0)
     config = HFParallelConfig.from_mapping(section | QUIET)
     session = Session.start(config, ScheduleChoice(config.pipeline, config.pp_size), "a test")
     route_evenly()
-    model = AutoModelForCausalLM.from_config(config_of(section), dtype=dtype_of(section)).train()
+    model = AutoModelForCausalLM.from_config(config_of(section), dtype=dtype).train()
     device = torch.device("cpu")
     engine = session.attach(model, device)
     meter = Meter("cpu", functools.partial(axis_of, session.mesh.shape))
@@ -110,7 +107,7 @@ def messages(calls: Any, sizes: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
-LONG = ("tp2", "zero1", "zero3", "ring of sp2", "pp2 x sp2", "recomputed", "ep2", "ep2 x dp2, zero1")
+LONG = ("tp2", "zero1", "zero3", "ring of sp2", "pp2 x sp2", "recomputed", "ep2", "ep2 in fp32", "ep2 x dp2, zero1")
 
 
 @pytest.mark.parametrize(
@@ -120,8 +117,9 @@ def test_the_peak_is_that_of_a_real_run(name: str, tmp_path: Path) -> None:
     section = SECTIONS[name]
     config = HFParallelConfig.from_mapping(section | QUIET)
     ranks = 4 if "x dp2" in name else max(2, config.pp_size * config.tp_size * config.sp_size)
-    real = run_ranks(counted, ranks, section, tmp_path=tmp_path)
-    precision = "half" if "ep_size" in section else "fp32"
+    dtype = torch.bfloat16 if name in HALF else torch.float32
+    real = run_ranks(counted, ranks, section, dtype, tmp_path=tmp_path)
+    precision: Precision = "half" if name in HALF else "fp32"
     for rank, (peak_bytes, by_kind, sent) in enumerate(real):
         found = run_dry(Job(config, config_of(section), WORK, rank, ranks, ranks, on_gpu=False, precision=precision))
         assert found.peak_bytes == pytest.approx(peak_bytes, rel=0.03), (rank, dict(found.peak.by_kind), by_kind)

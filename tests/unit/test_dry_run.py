@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AttentionInterface, AttentionMaskInterface, DeepseekV3Config, LlamaConfig, MixtralConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BloomConfig,
+    DeepseekV3Config,
+    LlamaConfig,
+    Mamba2Config,
+    MixtralConfig,
+)
 from typer.testing import CliRunner
 
 from hf_parallel import dry_run_recipe
 from hf_parallel.cli.main import app
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.memory.allocations import Allocations, Block
 from hf_parallel.tensor_parallel.plan.plan_for import plan_for
 from hf_parallel.tensor_parallel.plan.widened import widened
@@ -155,6 +163,42 @@ def test_odd_steps_run_dry(section: str, kind: Any, sizes: dict[str, Any], tmp_p
     config = kind(**SIZES | sizes)
     path = recipe(tmp_path, section, extra="mixed_precision: bf16\n")
     assert dry_run_recipe(path, config, rows=2, length=64).peak_bytes > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "half"])
+def test_experts_run_dry_on_the_cpu(precision: Any) -> None:
+    """Torch's rule for the shape of a grouped product knows bf16 alone."""
+    config = MixtralConfig(**SIZES | {"num_local_experts": 4})
+    found = dry_run_recipe("cpu_pp2", config, rows=2, length=64, precision=precision)
+    assert found.peak_bytes > found.peak.by_kind["weights"] > 0
+
+
+@pytest.mark.parametrize(
+    ("section", "what"),
+    [
+        ("{sp_size: 2}", r"sp_size=2: transformer\.h\.0\.self_attention"),
+        ("{sp_size: 2, pp_size: 2}", r"sp_size=2: transformer\.h\.0\.self_attention"),
+    ],
+)
+def test_a_model_that_does_not_run_on_parts_of_a_row_is_refused(section: str, what: str, tmp_path: Path) -> None:
+    config = BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=128)
+    path = recipe(tmp_path, section, processes=4 if "pp" in section else 2)
+    with pytest.raises(PlanError, match=what + " does not run on a part of the sequence: .*Set sp_size to 1;"):
+        dry_run_recipe(path, config, rank=0, rows=2, length=64)
+
+
+def test_a_type_whose_layers_take_no_adapters_is_refused(tmp_path: Path) -> None:
+    config = Mamba2Config(hidden_size=64, num_hidden_layers=2, num_heads=4, head_dim=32, n_groups=1, vocab_size=128)
+    with pytest.raises(
+        ConfigError, match=r"lora_rank=4: PEFT puts no adapters on .*Mamba2ForCausalLM: .*Leave lora_rank out"
+    ):
+        dry_run_recipe(recipe(tmp_path, "{}"), config, rows=1, length=64, lora_rank=4)
+
+
+def test_what_fails_on_whole_rows_too_is_not_blamed_on_their_parts(tmp_path: Path) -> None:
+    config = MixtralConfig(**SIZES | {"num_local_experts": 4, "intermediate_size": 100})
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        dry_run_recipe(recipe(tmp_path, "{sp_size: 2}"), config, rows=1, length=64, precision="half")
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -292,6 +292,14 @@ STATES: Final = {
     "num_heads": 8,
     "vocab_size": 1000,
 }
+ONE_KEY = {
+    "hidden_size": 448,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 7,
+    "intermediate_size": 896,
+    "num_key_value_heads": 1,
+    "vocab_size": 8192,
+}
 SEEN: Final = {
     "queries that are scaled before attention are shared": Draw(
         "opt",
@@ -448,6 +456,27 @@ SEEN: Final = {
         0,
         False,
     ),
+    "positions that every tp rank has whole": Draw(
+        "opt",
+        {
+            "hidden_size": 384,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 6,
+            "ffn_dim": 768,
+            "word_embed_proj_dim": 384,
+            "vocab_size": 8192,
+        },
+        "tp3 pp2",
+        "fp32",
+        "alternate",
+        Work(4, 512),
+        0,
+        False,
+    ),
+    "inputs of keys that every rank has, of a shared sequence": Draw(
+        "stablelm", ONE_KEY, "tp2 shared", "half", "none", Work(8, 257), 0, False
+    ),
+    "the same without casts": Draw("llama", ONE_KEY, "tp2 shared", "fp32", "none", Work(8, 257), 0, False),
     "a row of two chunks": Draw(
         "mamba2",
         STATES,

@@ -12,7 +12,7 @@ import pytest
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.collectives import Group, all_reduce, bytes_s, group_of, one_way, sum_in_nodes
 from hf_parallel.planner.constants import constants
-from hf_parallel.planner.cost import Place, attention_pass
+from hf_parallel.planner.cost import Place, attention_pass, heads_of_rank
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.memory import kept_activations, memory_bytes
 from hf_parallel.planner.pipeline import cut, makespan, placement
@@ -475,3 +475,15 @@ def test_given_cuts_are_taken_and_balanced_ones_are_no_slower_than_even_ones() -
 def test_cuts_that_do_not_fit_are_refused(split: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         predict(llama(), Cluster(1, 4, "a100_80"), {"pp": 4, "num_microbatches": 4, "split": split}, seq_len=2048)
+
+
+@pytest.mark.parametrize(("kernels", "heads"), [("eager", 12), ("fused", 11)])
+def test_the_rank_with_most_heads_has_those_of_the_cut(kernels: str, heads: int) -> None:
+    """Of 32 heads in 8 groups on 3 ranks this package gives one 12, 12 and 8; others share them as evenly as they divide."""
+    block = BlockProfile((Product(4096, 4096, "column", is_attention=True),), 4096**2, 32, 8, 128, 128)
+    place = Place(layout_of({"tp": 3, "dp": 1, "kernels": kernels}), Cluster(1, 3, "h100"), 1024, constants())
+    assert heads_of_rank(block, place.spec) == heads
+    alone = attention_pass(
+        replace(block, heads=heads, kv_heads=heads), replace(place, spec=layout_of({"kernels": kernels}))
+    )
+    assert attention_pass(block, place) == alone

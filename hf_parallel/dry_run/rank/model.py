@@ -16,7 +16,7 @@ from hf_parallel.engine.plan.plans import Plans, make_plans
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import ConfigError
 from hf_parallel.hangs.watchdog import Watchdog
-from hf_parallel.memory.unread import build_on_meta
+from hf_parallel.memory.unread import build_on_meta, first_line
 from hf_parallel.mesh.groups import Mesh
 from hf_parallel.mesh.links import Links
 from hf_parallel.mesh.shape import MeshShape
@@ -38,7 +38,7 @@ def build(config: Any, dtype: torch.dtype, lora_rank: int = 0) -> nn.Module:
         lora_rank: Rank of LoRA on its linear layers; 0 trains the model itself.
 
     Raises:
-        ConfigError: There is no causal language model for it, or PEFT is not installed.
+        ConfigError: There is no causal language model for it, or PEFT is not installed or has no adapters for its layers.
     """
     model: nn.Module = build_on_meta(copy.deepcopy(config), dtype=dtype)
     return (_with_lora(model, lora_rank) if lora_rank else model).train()
@@ -49,10 +49,15 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise ConfigError(f"lora_rank={rank}: adapters need PEFT. Install peft, or leave lora_rank out.") from None
-    with torch.device("meta"):
-        adapted: nn.Module = get_peft_model(
-            model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
+    try:
+        with torch.device("meta"):
+            adapted: nn.Module = get_peft_model(
+                model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            )
+    except ValueError as error:  # a type of which some layers take none, or a model without linear layers
+        raise ConfigError(
+            f"lora_rank={rank}: PEFT puts no adapters on all linear layers of {type(model).__name__}: {first_line(error)} Leave lora_rank out."
+        ) from error
     return adapted
 
 

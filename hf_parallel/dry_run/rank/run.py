@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.batches import split_rows
-from hf_parallel.compat.fake_cuda import fake_cuda
+from hf_parallel.compat.fake_cuda import fake_cuda, fake_products
 from hf_parallel.compat.fake_ranks import fake_ranks
 from hf_parallel.compat.private_transformers import own_attention_names
 from hf_parallel.compat.torch_tools import FakeTensorMode
 from hf_parallel.data_parallel import flat
 from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, plan_alone
+from hf_parallel.dry_run.rank.parts import refuse_parts
 from hf_parallel.dry_run.rank.report import DryRun, report_of
 from hf_parallel.dry_run.rank.routing import EvenJourney
 from hf_parallel.dry_run.rank.step import Training, batches_of
@@ -33,6 +34,7 @@ from hf_parallel.engine.plan.plans import Plans, on_shared_rows
 from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.engine.plan.share_rows import share_rows
 from hf_parallel.engine.transform import shard_over_replicas
+from hf_parallel.errors import ParallelError
 from hf_parallel.expert_parallel import exchange
 from hf_parallel.guards.weights import buffers
 from hf_parallel.hangs.watchdog import Watchdog
@@ -111,11 +113,22 @@ def run_dry(job: Job) -> DryRun:
             job.config.sp_size,
         )
     job = replace(job, config=_steady(job.config))
-    schedule = ScheduleChoice(job.config.pipeline, job.config.pp_size)
     dtype = torch.float32
     if job.precision == "half":
         dtype = job.compute or torch.bfloat16
     model = build(job.model, dtype, job.lora_rank)
+    try:
+        return _run(job, model)
+    except ParallelError:
+        raise
+    except Exception as error:
+        if job.config.sp_size > 1:
+            refuse_parts(job, model, error, run_dry)
+        raise
+
+
+def _run(job: Job, model: nn.Module) -> DryRun:
+    schedule = ScheduleChoice(job.config.pipeline, job.config.pp_size)
     shares = job.config.zero.shards_parameters
     refuse_model(model, job.shape.mp_size, tp_size=job.shape.tp_size, shares_parameters=shares)
     planned = plan_alone(model, job.model, job.config, schedule, job.shape)
@@ -178,6 +191,8 @@ def _world(job: Job, meter: Meter) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if job.on_gpu:
             stack.enter_context(fake_cuda(meter.waited))
+        else:
+            stack.enter_context(fake_products())
         backend = "nccl" if job.on_gpu else "gloo"
         stack.enter_context(fake_ranks(job.rank, job.world_size, job.ranks_per_node, backend))
         stack.enter_context(meter.following_resizes())
