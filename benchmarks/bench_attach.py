@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from timing import ROUNDS_HEAD, busy_seconds, parser_of, write_report
+from timing import ROUNDS_HEAD, Load, foreign_cores, parser_of, rounds_and_load, write_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.engine.plan.verdicts import FOLDER_VARIABLE
@@ -64,14 +63,14 @@ def rank_main(rank: int, sizes: dict[str, Any], settings: dict[str, Any], rememb
     model = LlamaForCausalLM(LlamaConfig(**sizes)).train()
     step.write_text("attached the model")
     dist.barrier()
-    busy, own, begun = busy_seconds(), time.process_time(), time.perf_counter()
+    load = Load()
     session.attach(model, torch.device("cpu"))
     dist.barrier()
-    seconds, used = time.perf_counter() - begun, busy_seconds() - busy
+    seconds, own, busy = load.spent()
     cpu: list[float] = [0.0, 0.0]
-    dist.all_gather_object(cpu, time.process_time() - own)
+    dist.all_gather_object(cpu, own)
     session.watchdog.stop()
-    Path(folder, f"{rank}.json").write_text(json.dumps([seconds, max(0.0, used - sum(cpu)) / seconds]))
+    Path(folder, f"{rank}.json").write_text(json.dumps([seconds, foreign_cores(seconds, sum(cpu), busy)]))
 
 
 def measured(sizes: dict[str, Any], settings: dict[str, Any], remembered: Path) -> tuple[float, float]:
@@ -117,7 +116,7 @@ def main() -> None:
         table.add_row(
             *(row["model"], f"{row['parameters'] / 1e6:.0f}", row["layout"]),
             f"{seconds['first']:.1f} ({low:.1f} .. {high:.1f})",
-            *(f"{seconds['again']:.1f}", f"{seconds['full']:.1f}", f"{row['rounds']}, {row['foreign_cores']:.2f}"),
+            *(f"{seconds['again']:.1f}", f"{seconds['full']:.1f}", rounds_and_load(row)),
         )
     Console(width=120).print(table)
     write_report(given.output, {"rows": rows, "memory_gb": psutil.virtual_memory().total / 1e9})

@@ -23,7 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from counted_calls import counted_calls
 from rich.console import Console
 from rich.table import Table
-from timing import ROUNDS_HEAD, Load, paired_times, parser_of, quartiles, spread, write_report
+from timing import (
+    ROUNDS_HEAD,
+    Load,
+    foreign_cores,
+    paired_times,
+    parser_of,
+    quartiles,
+    rounds_and_load,
+    spread,
+    write_report,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel.model.probes import Probes
@@ -81,7 +91,7 @@ def measure(blocks: int, stages: int, rounds: int) -> dict[str, Any]:
         "ratio": statistics.median(ratios),
         "quartiles": quartiles(ratios),
         "rounds": rounds,
-        "foreign_cores": load.cores,
+        "foreign_cores": foreign_cores(*load.spent()),
         "stage_ms": 1e3 * min(mine for mine, _ in times),
         "own_blocks_ms": 1e3 * min(whole for _, whole in times),
         "calls": [counted_calls(run) for run in both],
@@ -100,7 +110,7 @@ def main() -> None:
         table.add_row(
             *(str(row["blocks"]), str(row["stages"]), f"{row['stage_ms']:.2f}", f"{row['own_blocks_ms']:.2f}"),
             *(spread(row["ratio"], row["quartiles"]), "{} / {}".format(*row["calls"])),
-            f"{row['rounds']}, {row['foreign_cores']:.2f}",
+            rounds_and_load(row),
         )
     Console(width=120).print(table)
     write_report(options.output, {"rows": rows})

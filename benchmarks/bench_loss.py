@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from timing import ROUNDS_HEAD, Load, paired_times, parser_of, quartiles, spread, write_report
+from timing import (
+    ROUNDS_HEAD,
+    Load,
+    foreign_cores,
+    paired_times,
+    parser_of,
+    quartiles,
+    rounds_and_load,
+    spread,
+    write_report,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig
 
@@ -101,7 +111,7 @@ def timed(name: str, scale: int, rows: int, length: int, rounds: int) -> dict[st
         "ratio": statistics.median(ratios),
         "quartiles": quartiles(ratios),
         "rounds": rounds,
-        "foreign_cores": load.cores,
+        "foreign_cores": foreign_cores(*load.spent()),
         "seconds": [min(pair[which] for pair in times) for which in (0, 1)],
     }
 
@@ -130,7 +140,7 @@ def main() -> None:
         seconds = (f"{one:.3f}" for one in row["seconds"])
         table.add_row(
             *(f"{row['model']} / {row['scale']}", str(row["tokens"]), *seconds),
-            *(spread(row["ratio"], row["quartiles"]), f"{row['rounds']}, {row['foreign_cores']:.2f}"),
+            *(spread(row["ratio"], row["quartiles"]), rounds_and_load(row)),
         )
     Console(width=120).print(table)
     sizes = [

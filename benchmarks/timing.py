@@ -14,7 +14,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -99,26 +99,22 @@ class Clock:
         opened = self.begin()
         return self.end(opened, variant, microbatches, number, step())
 
-    def begin(self) -> tuple[float, float, float]:
+    def begin(self) -> Load:
         """A step begins, once the machine is quiet; both ranks call it."""
         self.spans.clear()
         if self.rank == 0:
             self.patience -= wait_for_quiet(self.patience, self.foreign)
         dist.barrier()
-        return busy_seconds(), time.process_time(), time.perf_counter()
+        return Load()
 
-    def end(
-        self, opened: tuple[float, float, float], variant: str, microbatches: int, number: int, loss: float | None
-    ) -> Sample:
+    def end(self, opened: Load, variant: str, microbatches: int, number: int, loss: float | None) -> Sample:
         """The step of `begin` is over; both ranks call it."""
-        busy, own, start = opened
         dist.barrier()
-        seconds, mine = time.perf_counter() - start, time.process_time() - own
-        total = busy_seconds() - busy
+        seconds, mine, total = opened.spent()
         facts: list[Any] = [None, None]
         dist.all_gather_object(facts, (mine, loss, {name: list(spans) for name, spans in self.spans.items()}))
         used = facts[0][0] + facts[1][0]
-        foreign = max(0.0, total - used) / seconds
+        foreign = foreign_cores(seconds, used, total)
         value = next(value for _, value, _ in facts if value is not None)
         return Sample(variant, microbatches, number, seconds, foreign, value, [spans for _, _, spans in facts], used)
 
@@ -139,16 +135,25 @@ def wait_for_quiet(limit: float, foreign: float) -> float:
 
 
 class Load:
-    """What other processes use from its making on, beside this one."""
+    """What this process and the machine use from its making on."""
 
     def __init__(self) -> None:
         self.busy, self.own, self.start = busy_seconds(), time.process_time(), time.perf_counter()
 
-    @property
-    def cores(self) -> float:
-        """Their cores, until now."""
-        others = busy_seconds() - self.busy - (time.process_time() - self.own)
-        return max(0.0, others) / (time.perf_counter() - self.start)
+    def spent(self) -> tuple[float, float, float]:
+        """Seconds until now, and CPU seconds of this process and of all processes."""
+        seconds, own = time.perf_counter() - self.start, time.process_time() - self.own
+        return seconds, own, busy_seconds() - self.busy
+
+
+def foreign_cores(seconds: float, own: float, busy: float) -> float:
+    """Return the cores that other processes used for some seconds, from CPU seconds of these and of all processes."""
+    return max(0.0, busy - own) / seconds
+
+
+def rounds_and_load(row: Mapping[str, Any]) -> str:
+    """The column `ROUNDS_HEAD` of a bench that leaves no rounds out."""
+    return f"{row['rounds']}, {row['foreign_cores']:.2f}"
 
 
 def paired_times(

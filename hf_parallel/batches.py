@@ -70,11 +70,12 @@ def take_rows(batch: Mapping[str, Any], first: int, count: int, rows: int) -> di
         count: Number of rows.
         rows: Rows of the batch: tensors that have as many are cut, as views, and what has not stays as it is.
     """
-    dims = {name: _dim_of_rows(name, value, rows) for name, value in batch.items()}
-    return {
-        name: value if (dim := dims[name]) is None else value.narrow(dim, first, count)
-        for name, value in batch.items()
-    }
+    taken = dict(batch)
+    for name, value in batch.items():
+        dim = _dim_of_rows(name, value, rows)
+        if dim is not None:
+            taken[name] = value.narrow(dim, first, count)
+    return taken
 
 
 def _is_features(value: torch.Tensor) -> bool:

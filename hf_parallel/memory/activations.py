@@ -162,9 +162,7 @@ def stage_parts(
                 # The forward of the last block that runs again has what it gives back, too.
                 backward=max(parts.backward.most, 0.0 if recorded_again else passing * (rest > 0)),
                 gradients=share,
-                late=share
-                * (shape.block + (shape.embedding + shape.positions) * (stage == 0))
-                / max(1.0, weights[stage]),
+                late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
                 table=share * shape.head / max(1.0, weights[stage]) if stage == last else 0.0,
                 loss=parts.loss if stage == last else None,
                 head=parts.head if stage == last else None,
@@ -179,8 +177,7 @@ def stage_parts(
 
 def _weights_of(shape: ModelShape, counts: Sequence[int], own: Sequence[int]) -> dict[int, float]:
     """Parameters of each stage of a rank."""
-    first = shape.embedding + shape.positions
-    weights = {stage: float(counts[stage]) * shape.block + first * (stage == 0) for stage in own}
+    weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
     last = len(counts) - 1
     if last in own:
         weights[last] += 0 if shape.tied and 0 in own else shape.head

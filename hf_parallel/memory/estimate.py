@@ -67,9 +67,14 @@ HOST_PARAMETERS: Final = 4.0  # half-precision parameters and gradients
 
 def optimizer_bytes(layout: Layout) -> tuple[float, float]:
     """Bytes per parameter of an fp32 copy, and of what the optimizer keeps beside it."""
-    if layout.engine == "native" and layout.precision == "half" and layout.stage == 0:
-        return 0.0, kept_bytes(layout.optim, 2.0)  # it keeps its states in the parameters' own dtype
+    if _updates_in_half(layout):
+        return 0.0, kept_bytes(layout.optim, 2.0)
     return WHOLE[layout.engine, layout.precision][2] - ADAM, kept_bytes(layout.optim, 4.0)
+
+
+def _updates_in_half(layout: Layout) -> bool:
+    """Whether the optimizer has no fp32 copies, and so keeps its states in the parameters' own dtype."""
+    return layout.engine == "native" and layout.precision == "half" and layout.stage == 0
 
 
 def states(parameters: float, layout: Layout, experts: float = 0.0, embedding: float = 0.0) -> dict[str, float]:
@@ -237,11 +242,12 @@ def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, ele
 def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Parameters of each rank of a pipeline, divided by tp_size: all large ones are taken to be sharded."""
     if layout.pp_size == 1:
-        outside = shape.parameters - shape.layers * shape.block - shape.positions
-        return [outside / layout.tp_size + shape.positions + shape.layers * _block_of_rank(shape, layout)]
+        outside = shape.parameters - shape.layers * shape.block
+        own = part_of_tables(outside, shape.positions, layout.tp_size)
+        return [own + shape.layers * _block_of_rank(shape, layout)]
     placement, found = layout.schedule.placement, blocks_of_ranks(shape, layout)
     head = shape.head - (placement[0] == placement[-1] and shape.tied) * shape.vocab * shape.hidden
-    found[placement[0]] += shape.embedding / layout.tp_size + shape.positions
+    found[placement[0]] += part_of_tables(shape.embedding, shape.positions, layout.tp_size)
     found[placement[-1]] += head / layout.tp_size
     return found
 
@@ -258,9 +264,15 @@ def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
 
 
 def tables_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
-    """Like `parameters_of_ranks`, counting the token embedding alone."""
+    """Like `parameters_of_ranks`, counting what is before the first block alone."""
     first = layout.schedule.placement[0] if layout.pp_size > 1 else 0
-    return [(shape.embedding / layout.tp_size + shape.positions) * (rank == first) for rank in range(layout.pp_size)]
+    own = part_of_tables(shape.embedding, shape.positions, layout.tp_size)
+    return [own * (rank == first) for rank in range(layout.pp_size)]
+
+
+def part_of_tables(parameters: float, positions: float, tp_size: int) -> float:
+    """Parameters outside of blocks on a rank of tensor parallelism: `positions` of them are whole on each."""
+    return (parameters - positions) / tp_size + positions
 
 
 def _block(shape: ModelShape, layout: Layout) -> float:
@@ -346,8 +358,9 @@ def updating_bytes(parameters: float, shape: ModelShape, layout: Layout) -> floa
     """Bytes that the optimizer's step takes for a while on a rank of so many parameters; those of adapters are small."""
     if shape.adapters or layout.offload_optimizer != "none":
         return 0.0
-    element = 2.0 if layout.precision == "half" and layout.engine == "native" and layout.stage == 0 else 4.0
-    return passing_bytes(layout.optim, element) * min(shape.largest / layout.tp_size, parameters)
+    return passing_bytes(layout.optim, 2.0 if _updates_in_half(layout) else 4.0) * min(
+        shape.largest / layout.tp_size, parameters
+    )
 
 
 def fullest_step(

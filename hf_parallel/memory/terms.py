@@ -51,9 +51,9 @@ class ModelShape:
         heads: Attention heads.
         kv_heads: Key-value heads.
         head_dim: Width of a head.
-        embedding: Parameters before the first block.
+        embedding: Parameters before the first block, positions included.
         head: Parameters after the last block, the tied ones included.
-        positions: Parameters of other tables before the first block, which ranks of tensor parallelism have whole.
+        positions: Parameters of tables beside that of the tokens, which ranks of tensor parallelism have whole.
         tied: Whether the head's weight is the embedding's.
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
@@ -95,7 +95,7 @@ class ModelShape:
     def block(self) -> float:
         """Parameters of one block, the mean."""
         shared = self.vocab * self.hidden if self.tied else 0
-        return (self.parameters - self.embedding - self.positions - self.head + shared) / max(1, self.layers)
+        return (self.parameters - self.embedding - self.head + shared) / max(1, self.layers)
 
 
 @dataclass(frozen=True)

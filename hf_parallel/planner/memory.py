@@ -10,7 +10,7 @@ from typing import Final
 
 from hf_parallel.head.rows import is_tiled, rows_of_tile
 from hf_parallel.memory.activations import Stages
-from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
+from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS, part_of_tables
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.memory.optimizers import kept_bytes, more_of_embedding
 from hf_parallel.memory.terms import Buffers
@@ -93,10 +93,9 @@ def _bytes_by_formula(
     tokens = spec.micro_batch * seq_len / spec.sp
     logits = _loss(profile, spec, tokens)
     logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
-    found = []
+    tables, found = tables_of_ranks(profile, spec), []
     for rank in range(spec.pp):
-        table = tables_of_ranks(profile, spec)[rank]
-        terms = _states(held[rank], experts[rank], blocks[rank], trained[rank], table, spec, beside=beside)
+        terms = _states(held[rank], experts[rank], blocks[rank], trained[rank], tables[rank], spec, beside=beside)
         terms["activations"] = kept[rank] + working
         terms["logits"] = logits if rank == ranks[-1] else 0.0
         terms["buffers"] = _buffers(profile, held[rank], spec) + _unpacked(profile, spec)
@@ -167,7 +166,7 @@ def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequenc
     """
     ranks = placement(spec)
     held = blocks_of_ranks(profile, spec, counts)
-    held[ranks[0]] += _tables(profile, spec)
+    held[ranks[0]] += part_of_tables(profile.embedding, profile.positions, spec.tp)
     held[ranks[-1]] += 0 if profile.tied and ranks[0] == ranks[-1] else profile.head / spec.tp
     return held
 
@@ -190,14 +189,9 @@ def experts_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[i
 
 
 def tables_of_ranks(profile: ModelProfile, spec: LayoutSpec) -> list[float]:
-    """Parameters of each rank's token embedding, as far as it is trained."""
-    first = placement(spec)[0]
-    return [_tables(profile, spec) * (rank == first and not spec.adapters) for rank in range(spec.pp)]
-
-
-def _tables(profile: ModelProfile, spec: LayoutSpec) -> float:
-    """Parameters before the first block, of which positions are whole on each tensor-parallel rank."""
-    return (profile.embedding - profile.positions) / spec.tp + profile.positions
+    """Parameters of each rank before the first block, as far as they are trained."""
+    first, own = placement(spec)[0], part_of_tables(profile.embedding, profile.positions, spec.tp)
+    return [own * (rank == first and not spec.adapters) for rank in range(spec.pp)]
 
 
 def _of_blocks(

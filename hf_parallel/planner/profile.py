@@ -261,7 +261,7 @@ class ModelProfile:
             heads=kind.heads,
             kv_heads=kind.kv_heads,
             head_dim=kind.head_dim,
-            embedding=self.embedding - self.positions,
+            embedding=self.embedding,
             positions=self.positions,
             head=self.head,
             tied=self.tied,

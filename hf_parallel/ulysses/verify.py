@@ -131,7 +131,7 @@ def _tried(model: nn.Module, shared: Shared, sample: Mapping[str, Any], plain: F
         trail = Trail(shared.whole)
         parts = _run(model, forward, sample, trail)
     except Exception as error:  # noqa: BLE001 - the model's own code on parts may raise anything
-        return _raised(trail, error), trail
+        return raised(_innermost(trail), error), trail
     else:
         return _compare(plain, parts, shared), trail
     finally:
@@ -148,7 +148,7 @@ def _tried_alone(
         with _trained(model), watched(model, trail, _length(sample)):
             forward(**sample)
     except Exception as error:  # noqa: BLE001 - as above
-        return _raised(trail, error)
+        return raised(_innermost(trail), error)
     else:
         return ""
     finally:
@@ -218,21 +218,26 @@ def refuse(model: nn.Module, shared: Shared, problem: str) -> None:
     """
     found = agreed(shared, problem)
     if found:
-        method, fix = ("", FIX) if shared.ring is None else (" as a ring", FIX_OF_RING)
-        advice = "" if found.endswith(".") else f". {fix}."  # our own refusals have one
-        raise PlanError(f"{type(model).__name__} with sp_size={shared.group.size}{method}: {found}{advice}")
+        raise refusal(model, shared.group.size, found, is_ring=shared.ring is not None)
 
 
-def _raised(trail: Trail, error: Exception) -> str:
+def refusal(model: nn.Module, size: int, problem: str, *, is_ring: bool) -> PlanError:
+    """The error that says what is wrong with a model on parts of the sequence of `size` ranks, and what to set instead."""
+    method, fix = (" as a ring", FIX_OF_RING) if is_ring else ("", FIX)
+    advice = "" if problem.endswith(".") else f". {fix}."  # our own refusals have one
+    return PlanError(f"{type(model).__name__} with sp_size={size}{method}: {problem}{advice}")
+
+
+def raised(module: str, error: Exception) -> str:
+    """The problem of a forward that raised inside of a module, "" for the model itself."""
     said = (
         str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {str(error)[:300]}".rstrip(".")
     )
-    return f"{_place(trail)}: {said}"
+    return f"{module or 'the model'} does not run on a part of the sequence: {said}"
 
 
-def _place(trail: Trail) -> str:
-    name = trail.open[-1] if trail.open else ""
-    return f"{name or 'the model'} does not run on a part of the sequence"
+def _innermost(trail: Trail) -> str:
+    return trail.open[-1] if trail.open else ""
 
 
 def _length(sample: Mapping[str, Any]) -> int:

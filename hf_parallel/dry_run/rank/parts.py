@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hf_parallel.errors import PlanError
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.ulysses.verify import FIX, FIX_OF_RING
+from hf_parallel.ulysses.verify import raised, refusal
 
 
 if TYPE_CHECKING:
     from hf_parallel.dry_run.rank.run import Job
-
-LONGEST = 300  # letters of an error of torch's
 
 
 def refuse_parts(job: Job, model: nn.Module, error: Exception, run: Callable[[Job], object]) -> None:
@@ -47,18 +44,15 @@ def refuse_parts(job: Job, model: nn.Module, error: Exception, run: Callable[[Jo
         run(plain)
     except Exception:  # noqa: BLE001 - it does not run in any case, and parts are not the cause
         return
-    said = f"{type(error).__name__}: {str(error)[:LONGEST]}".rstrip(".")
-    method, fix = (" as a ring", FIX_OF_RING) if config.sp_attention == "ring" else ("", FIX)
-    raise PlanError(
-        f"{type(model).__name__} with sp_size={size}{method}: {_module_of(model, error)} does not run on a part of the sequence: {said}. {fix}."
-    ) from error
+    problem = raised(_module_of(model, error), error)
+    raise refusal(model, size, problem, is_ring=config.sp_attention == "ring") from error
 
 
 def _module_of(model: nn.Module, error: Exception) -> str:
-    """The module whose forward raised."""
+    """Name of the module whose forward raised."""
     names, found, trace = {id(module): name for name, module in model.named_modules()}, "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "forward":
             found = names.get(id(trace.tb_frame.f_locals.get("self")), "") or found
         trace = trace.tb_next
-    return found or "the model"
+    return found
