@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from hf_parallel.memory.block import LENGTHS, REFUSALS
 from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.heads import heads_of
 from hf_parallel.memory.layers import with_layers
-from hf_parallel.memory.meter import Meter, of_any_block
+from hf_parallel.memory.made_by import Known, known_of, made_between, module_of
+from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.moments import Batch, Change, Recorded, summed
 from hf_parallel.memory.terms import Precision
 from hf_parallel.memory.unread import build_on_meta
@@ -64,36 +65,6 @@ Run = dict[str, list[Size]]
 MOST_FOUND: Final = 64
 # What is recorded follows from these alone, and takes seconds: files and layouts of one model have it in common.
 _FOUND: Final[dict[tuple[Any, ...], Recorded | None]] = {}
-
-
-class Known(NamedTuple):
-    """Marks by which the tensors of a step are told apart.
-
-    Attributes:
-        shared: See `_shared_results`.
-        between: See `_modules_between`.
-        gathered: See `_gathered_results`.
-        sent: See `_sent_results`.
-        columns: See `_columns`.
-        shapes: Shapes of parameters.
-        stacks: Shapes of a block's stacks of experts.
-        length: Tokens of the row.
-    """
-
-    shared: set[tuple[str, str]]
-    between: dict[str, tuple[str, str]]
-    gathered: set[tuple[str, str]]
-    sent: set[tuple[str, str]]
-    columns: dict[str, tuple[int, int]]
-    shapes: set[tuple[int, ...]]
-    stacks: set[tuple[int, ...]]
-    length: int
-
-    def is_routed(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor is of the experts: a stack like their weights, or a row for each expert that a token goes to."""
-        if not self.stacks or shape in self.shapes:
-            return shape in self.stacks
-        return len(shape) == len("th") and shape[0] > self.length and shape[0] % self.length == 0
 
 
 def record_step(config: Any, precision: Precision, variant: Variant = PLAIN) -> Recorded | None:
@@ -237,20 +208,7 @@ def _run(config: Any, length: int, precision: Precision, variant: Variant) -> tu
         loss.backward()
         for parameter in model.parameters():
             meter.mark(parameter.grad, "gradients")
-    middle = blocks[MIDDLE]
-    name = next(name for name, one in model.named_modules() if one is middle)
-    shared = {(op, of_any_block(f"{name}.{path}")) for op, path in _shared_results(middle)}
-    hidden = config.get_text_config().hidden_size
-    between = {
-        of_any_block(f"{name}.{path}"): (of_any_block(f"{name}.{parent}"), of_any_block(f"{name}.{last}"))
-        for path, (parent, last) in _modules_between(middle, hidden).items()
-    }
-    gathered = {(op, of_any_block(f"{name}.{path}")) for op, path in _gathered_results(middle)}
-    columns = {of_any_block(f"{name}.{path}"): place for path, place in _columns(middle).items()}
-    shapes = {tuple(parameter.shape) for parameter in model.parameters()}
-    stacks = {tuple(parameter.shape) for parameter in middle.parameters() if parameter.ndim == len("ewh")}
-    sent = {(op, of_any_block(f"{name}.{path}")) for op, path in _sent_results(middle)}
-    known = Known(shared, between, gathered, sent, columns, shapes, stacks, length)
+    known = known_of(model, blocks[MIDDLE], length, hidden=config.get_text_config().hidden_size)
     ends, text = dict(marks), config.get_text_config()
     steps = _steps(memory.changes[ends["head"] : ends["loss"]], (1, length, text.vocab_size))
     return _by_part(memory, ends, text, known), ends["element"], steps
@@ -260,92 +218,6 @@ def _steps(changes: Sequence[tuple[Block, int]], logits: tuple[int, ...]) -> tup
     """Number of results of the shape of logits that are no product and no copy, and of those that stay until the backward."""
     stay = {id(block): change > 0 for block, change in changes if block.shape == logits and block.op not in RAW}
     return len(stay), sum(stay.values())
-
-
-def _products(block: nn.Module) -> dict[str, list[str]]:
-    """Parent module -> its products."""
-    products: dict[str, list[str]] = {}
-    for path, module in block.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-            products.setdefault(path.rpartition(".")[0], []).append(path)
-    return products
-
-
-def _shared_results(block: nn.Module) -> set[tuple[str, str]]:
-    """Operations and modules that make tensors of the width of the residual stream which tensor-parallel ranks share.
-
-    Of the products of a module the last one has a whole result (attention's output) and a shared input, which may be cast
-    or made contiguous; the others have shared results (queries, keys and values).
-    """
-    found = set()
-    for parent, own in _products(block).items():
-        found |= {(op, path) for op in ("mm", "addmm") for path in own[:-1]}
-        copied = [own[-1], *([parent] if parent else [])]
-        found |= {(op, path) for op in ("_to_copy", "clone") for path in copied}
-    return found
-
-
-def _modules_between(block: nn.Module, hidden: int) -> dict[str, tuple[str, str]]:
-    """Products of modules that compute with shared results (scale queries, say) -> module, and its last product: what that makes is whole."""
-    found: dict[str, tuple[str, str]] = {}
-    for parent, own in _products(block).items():
-        last = block.get_submodule(own[-1])
-        width = cast("Tensor", last.weight).shape[0 if isinstance(last, nn.Linear) else -1]
-        if parent and width == hidden:
-            found |= dict.fromkeys(own[:-1], (parent, own[-1]))
-    return found
-
-
-def _made_between(made: Iterable[Block], between: dict[str, tuple[str, str]]) -> set[int]:
-    """Ids of blocks that such modules make themselves, of those of a forward in their order."""
-    found, ends = set(), dict[str, str]()
-    for block in made:
-        module = _module_of(block)
-        if block.op in ("mm", "addmm"):
-            ends |= [between[module]] if module in between else []
-            ends = {parent: last for parent, last in ends.items() if last != module}
-        elif module in ends:
-            found.add(id(block))
-    return found
-
-
-def _columns(block: nn.Module) -> dict[str, tuple[int, int]]:
-    """Products whose results tensor-parallel ranks share -> place among those of the module, from 1, and number of these."""
-    found: dict[str, tuple[int, int]] = {}
-    for own in _products(block).values():
-        found |= {path: (place, len(own) - 1) for place, path in enumerate(own[:-1], 1)}
-    return found
-
-
-def _gathered_results(block: nn.Module) -> set[tuple[str, str]]:
-    """Norms over all that a product beside them makes (queries or keys of all heads), which ranks gather, and that product.
-
-    And norms over all that the last product reads. As operation and module; "" is any operation.
-    """
-    found = set()
-    for parent, own in _products(block).items():
-        last = block.get_submodule(own[-1])
-        read = cast("Tensor", last.weight).shape[-1 if isinstance(last, nn.Linear) else 0]
-        left = {path: len(cast("Tensor", block.get_submodule(path).weight)) for path in own[:-1]}
-        for name, module in block.get_submodule(parent).named_children():
-            weight = getattr(module, "weight", None)
-            if not (parent and isinstance(weight, nn.Parameter) and weight.ndim == 1):
-                continue
-            made = next((path for path, width in left.items() if width == weight.shape[0]), None)
-            if made is not None:
-                left.pop(made)
-                found |= {("", f"{parent}.{name}"), ("mm", made), ("addmm", made)}
-            elif weight.shape[0] == read:
-                found.add(("", f"{parent}.{name}"))
-    return found
-
-
-def _sent_results(block: nn.Module) -> set[tuple[str, str]]:
-    """Operations and modules whose results ranks hand to each other: products whose parts they sum, and those of `_gathered_results`."""
-    last = [own[-1] for own in _products(block).values() if len(own) > 1]
-    gathered = {(op, path) for op, path in _gathered_results(block) if op}
-    return gathered | {(op, path) for op in ("mm", "addmm") for path in last}
 
 
 @contextlib.contextmanager
@@ -405,25 +277,25 @@ def _by_part(
 
     # What the forward makes is in the backward, too; the gradients there are no results of these modules.
     made = [block for block, _ in memory.changes[slice(*ends["forward"])]]
-    shared_between = _made_between(made, known.between)
+    shared_between = made_between(made, known.between)
     all_heads = {
-        id(block) for block in made if {("", _module_of(block)), (block.op, _module_of(block))} & known.gathered
+        id(block) for block in made if {("", module_of(block)), (block.op, module_of(block))} & known.gathered
     }
 
     def about(block: Block, change: int) -> Size:
         whole = len(block.shape) in (2, 3) and block.shape[-1] in (hidden, 1)
-        whole = whole and (block.op, _module_of(block)) not in known.shared and id(block) not in shared_between
+        whole = whole and (block.op, module_of(block)) not in known.shared and id(block) not in shared_between
         is_cast, is_routed = block.op == "_to_copy" and block.shape in known.shapes, known.is_routed(block.shape)
         heads = (0, 0) if whole else heads_of(block.shape, text)
         width = wide * (heads == (0, 0) and is_of_width(block.shape, wide, hidden))
-        order, readers = known.columns.get(_module_of(block), (0, 0))
+        order, readers = known.columns.get(module_of(block), (0, 0))
         is_input = whole and block.op == "_to_copy" and not is_cast
         # Masks are of all heads, so every rank has them.
         of_all = id(block) in all_heads or (len(block.shape) == len("bhqk") and block.shape[1] == 1 != block.shape[-2])
         return Size(
             *(float(change), whole, block.kind == "gradients", of_all, is_cast),
             *(order, readers * is_input, heads, width),
-            is_sent=(block.op, _module_of(block)) in known.sent,
+            is_sent=(block.op, module_of(block)) in known.sent,
             is_routed=is_routed,
         )
 
@@ -432,10 +304,6 @@ def _by_part(
     changes = {name: memory.changes[begin:end] for name, (begin, end) in ends.items()}
     changes["loss"] = [one for one in changes["loss"] if id(one[0]) not in before]
     return {name: [about(*one) for one in _ordered(own)] for name, own in changes.items()}
-
-
-def _module_of(block: Block) -> str:
-    return block.where.split(" ")[0]
 
 
 def _ordered(changes: Sequence[tuple[Block, int]]) -> Iterator[tuple[Block, int]]:
