@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_parallel.compat.torch_tools import pytree
+from hf_parallel.model.tensors import tensors_in
 
 
 READS: Final = frozenset(
@@ -51,11 +51,11 @@ class ValueReads:
         Returns:
             What the caller shall get: `out`, with numbers of rows that note when they are compared.
         """
-        if not any(id(leaf) in self._known for leaf in pytree.tree_leaves(given)):
+        if not any(id(leaf) in self._known for leaf in tensors_in(given)):
             return out
         name = getattr(func, "__name__", "")
         self.found = self.found or name in READS
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = tensors_in(out)
         self._known |= {id(leaf) for leaf in made}
         self._alive += made
         if isinstance(out, torch.Size) and out:

@@ -29,11 +29,12 @@ from hf_parallel.compat.private_torch import (
     name_of_op,
     no_torch_function,
 )
-from hf_parallel.compat.torch_tools import TorchDispatchMode, WeakStorage, pytree
+from hf_parallel.compat.torch_tools import TorchDispatchMode, WeakStorage
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradients.shown import SharedGradient
 from hf_parallel.guards.weights.state_dicts import PartTensor
 from hf_parallel.model.random_streams import default_generator
+from hf_parallel.model.tensors import tensors_in
 
 
 OVERWRITES = ("copy_", "zero_", "fill_")
@@ -176,7 +177,7 @@ class OnStages(TorchDispatchMode):
         name = name_of_op(func).partition("::")[2]
         drawn = self._drawn(func, args, kwargs)
         scalars = list(self._scalars(args, kwargs))
-        if not drawn and not scalars and not any(map(self._origin, _tensors((args, kwargs)))):
+        if not drawn and not scalars and not any(map(self._origin, tensors_in((args, kwargs)))):
             return func(*args, **kwargs)  # nothing of the weights
         pairs = list(_pairs(name, func, args, kwargs))
         origins = []
@@ -189,7 +190,7 @@ class OnStages(TorchDispatchMode):
             origins.append(origin)
         out = func(*args, **kwargs)
         if func.namespace == "c10d":  # user code has asked the other ranks
-            for leaf in _tensors((args, kwargs)):
+            for leaf in tensors_in((args, kwargs)):
                 self._origins.pop(_storage(leaf), None)
             return out
         if isinstance(out, (bool, int, float)) and origins[0]:
@@ -228,13 +229,15 @@ class OnStages(TorchDispatchMode):
     def _note_results(self, out: Any, origins: Sequence[Origin]) -> None:
         results = list(out) if len(origins) > 1 and isinstance(out, (list, tuple)) else [out]
         for result, origin in zip(results, origins, strict=False):
-            for leaf in _tensors(result) if origin else ():
+            for leaf in tensors_in(result) if origin else ():
                 self._note(leaf, origin | self._origin(leaf))
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Origin:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return NOTHING
-        device = next((leaf.device for leaf in _tensors((args, kwargs))), kwargs.get("device") or torch.device("cpu"))
+        device = next(
+            (leaf.device for leaf in tensors_in((args, kwargs))), kwargs.get("device") or torch.device("cpu")
+        )
         generator = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)), None)
         return Origin(draws=frozenset([self._draws.next(generator, torch.device(device))]))
 
@@ -385,10 +388,6 @@ def _moments(state: Any) -> Iterator[Tensor]:
     return (one for one in values if isinstance(one, Tensor) and one.ndim > 0 and one.layout is torch.strided)
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
 def _storage(tensor: Tensor) -> int:
     """Id of the storage of a tensor that has one of its own; 0 for other tensors."""
     if not isinstance(tensor, PartTensor) and type(tensor) not in (Tensor, nn.Parameter):
@@ -417,5 +416,5 @@ def _pairs(name: str, func: Any, args: Any, kwargs: Any) -> Iterator[tuple[list[
                 if alike is not None and isinstance(value, (list, tuple)) and len(value) == alike
                 else value
             )
-            (written if key in changed else given).extend(_tensors([one]))
+            (written if key in changed else given).extend(tensors_in([one]))
         yield written, given

@@ -25,6 +25,7 @@ from hf_parallel.compat.torch_tools import is_elementwise, mixes_elements, own_s
 from hf_parallel.errors import ParallelError, UnsupportedError
 from hf_parallel.guards.gradients.shown_ops import COPIES, IN_PLACE, LINEAR, NAMES_OF_NORMS, NORMS, SAME, VIEWS, aten
 from hf_parallel.guards.gradients.stands import Part, Stand, Sums, refuse_kept
+from hf_parallel.model.tensors import tensors_in
 
 
 class SharedGradient(Stand):
@@ -280,7 +281,7 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
             out, counts = (), False
         else:
             counts = changes or func.is_view
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = tensors_in(out)
         if counts or (made and all(isinstance(leaf, SharedGradient) for leaf in made)):
             return out
     if func.overloadpacket in VIEWS and list(args[1]) == [own_shape(first).numel()]:  # flatten() has counted the shard
@@ -301,8 +302,8 @@ def _on_whole(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     if not changes:
         whole = _whole((args, kwargs))
         out = func(*whole[0], **whole[1])
-        sources = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(whole) if isinstance(leaf, Tensor)}
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        sources = {leaf.untyped_storage().data_ptr() for leaf in tensors_in(whole)}
+        made = tensors_in(out)
         if (
             target is not first
             or first.changed is not None

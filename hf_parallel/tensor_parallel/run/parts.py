@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from hf_parallel.compat.private_torch import brings_into_file, in_backward_pass
 from hf_parallel.compat.torch_tools import draws, is_elementwise, own_shape, pytree
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.model.tensors import tensors_in
 from hf_parallel.tensor_parallel.run.functions import copy_to_tp
 from hf_parallel.tensor_parallel.run.known_parts import PLAIN, KnownParts
 from hf_parallel.tensor_parallel.run.whole_tensors import Owned, stand_in
@@ -91,7 +92,7 @@ class OnParts(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._reads.depth or in_backward_pass():  # a model that user code runs works on parts
             return func(*args, **kwargs)
-        leaves = _tensors((args, kwargs))
+        leaves = tensors_in((args, kwargs))
         if leaves and isinstance(leaves[0], DTensor) and getattr(func, "__name__", "") in DRAWS:
             _refuse_draw()
         found = [known for leaf in leaves if (known := self._known.of(leaf)) is not None]
@@ -136,7 +137,7 @@ class OnParts(TorchFunctionMode):
 
     def _carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func` on parts, where that gives the parts of its result on the whole; else on the whole."""
-        leaves = _tensors((args, kwargs))
+        leaves = tensors_in((args, kwargs))
         found = [known for leaf in leaves if (known := self._known.of(leaf)) is not None]
         name = getattr(func, "__name__", "")
         if func in BACKWARDS:
@@ -166,7 +167,7 @@ class OnParts(TorchFunctionMode):
             with contextlib.suppress(RuntimeError, ValueError, IndexError):  # of a part next to something whole
                 here = pytree.tree_map(functools.partial(self._beside, self._foreign(leaves, found)), (args, kwargs))
                 out = func(*here[0], **here[1])
-                if not _tensors(out) or (is_elementwise(func) and self._is_alike(out, leaves, found[0])):
+                if not tensors_in(out) or (is_elementwise(func) and self._is_alike(out, leaves, found[0])):
                     return out
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
 
@@ -174,7 +175,7 @@ class OnParts(TorchFunctionMode):
         """The graph has parts, and gradients are those of parts."""
         out = func(*args, **kwargs)
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
-        for gradient, one in zip(_tensors(out), _tensors(inputs), strict=False):
+        for gradient, one in zip(tensors_in(out), tensors_in(inputs), strict=False):
             known = self._known.of(one)
             if known is not None:
                 self._known.note(gradient, known[1])
@@ -204,7 +205,7 @@ class OnParts(TorchFunctionMode):
                 *pytree.tree_map(lambda leaf: _fitting(leaf, part, owned), args),
                 **pytree.tree_map(lambda leaf: _fitting(leaf, part, owned), kwargs),
             )
-        parts = [known for leaf in _tensors((args, kwargs)) if (known := self._known.of(leaf)) is not None]
+        parts = [known for leaf in tensors_in((args, kwargs)) if (known := self._known.of(leaf)) is not None]
         by_parts = is_elementwise(func) and any(own_shape(target) == part.shape for part, _ in parts)
         if by_parts or not isinstance(args[0], Tensor):
             # What refuses tensors that it does not know (a part of an optimizer's state) knows those of its own class.
@@ -229,7 +230,7 @@ class OnParts(TorchFunctionMode):
 
     def _is_alike(self, out: Any, leaves: list[Tensor], first: tuple[Tensor, Owned]) -> bool:
         """Whether everything that came out has the shape of a part that went in; it is known from then on."""
-        made = _tensors(out)
+        made = tensors_in(out)
         sources = [self._known.of(leaf) for leaf in leaves[: len(made)]] if len(made) > 1 else [first] * len(made)
         pairs = list(zip(made, sources, strict=False))
         if len(pairs) < len(made) or not all(
@@ -244,7 +245,7 @@ class OnParts(TorchFunctionMode):
     def _reduced(self, out: Any, dims: tuple[int, ...], found: tuple[Tensor, Owned]) -> Any:
         """Rows of parts, say, are parts of the rows of the whole."""
         part, owned = found
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             gone = 0 if tensor.ndim == part.ndim else sum(dim < owned.spec.dim for dim in dims)
             self._known.note(tensor, replace(owned, spec=replace(owned.spec, dim=owned.spec.dim - gone)))
         return out
@@ -266,10 +267,6 @@ class OnParts(TorchFunctionMode):
     def _whole(self, value: Any) -> Any:
         known = self._known.of(value) if isinstance(value, Tensor) else None
         return value if known is None else self._known.whole(*known)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _asked_by_user() -> bool:

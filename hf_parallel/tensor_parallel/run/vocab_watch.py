@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_parallel.compat.torch_tools import TorchDispatchMode, pytree
 from hf_parallel.head.unmade import UnmadeLogits
+from hf_parallel.model.tensors import tensors_in
 from hf_parallel.tensor_parallel.run.functions import TPGroup, max_over
 
 
@@ -105,7 +106,7 @@ class LogitsWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.allowed or not self._marked:
             return result
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_in((args, kwargs))
         if any(self.is_marked(tensor) for tensor in given):
             made = [leaf for leaf in pytree.tree_leaves(result) if type(leaf) is Tensor]
             self._was_read |= not made
