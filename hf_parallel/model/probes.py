@@ -14,7 +14,15 @@ from hf_parallel.batches import num_rows, split_rows
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.errors import ParallelError, PlanError, UnsupportedError
-from hf_parallel.model.samples import probe_samples, tiny_samples, typical_sample, typical_shape, with_labels_of
+from hf_parallel.model.samples import (
+    probe_samples,
+    signature_of,
+    taken,
+    tiny_samples,
+    typical_sample,
+    typical_shape,
+    with_labels_of,
+)
 
 
 class Probes:
@@ -44,17 +52,18 @@ class Probes:
             size = vocab_size(model)
             # transformers computes softmax in fp32, where what float64 masks with is -inf: what sees padding alone is NaN.
             leads = all(parameter.dtype is not torch.float64 for parameter in model.parameters())
-            self.check = list(tiny_samples(size, device=device, leads=leads, use_cache=False))
+            made = tiny_samples(size, device=device, leads=leads, use_cache=False)
+            self.check = [taken(signature_of(model), batch) for batch in made]
             self.discovery = probe_samples(model, size, device)
             self.typical = typical_sample(model, size, device)
             self.cost_tokens: tuple[int, int] | None = typical_shape(model)
             if task is not None:  # its labels are no tokens
                 self.check, self.discovery = (
-                    [with_labels_of(base, task, batch) for batch in made] for made in (self.check, self.discovery)
+                    [with_labels_of(base, task, batch) for batch in one] for one in (self.check, self.discovery)
                 )
                 self.typical = with_labels_of(base, task, self.typical)
             return
-        batch = {"use_cache": False, **send_to_device(dict(sample), device)}
+        batch = {**taken(signature_of(model), {"use_cache": False}), **send_to_device(dict(sample), device)}
         if task is not None and "labels" not in batch and "input_ids" in batch:  # TRL computes a loss of its own
             batch["labels"] = with_labels_of(base, task, batch).get("labels")
         self.check = [batch, *_first_row(batch)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,24 @@ LOSS_INPUTS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
 TYPICAL_LENGTH = 512
 # Settings, of the config or of a call, that change what blocks and model return.
 OUTPUT_FLAGS = ("output_router_logits", "use_cache", "output_hidden_states", "output_attentions", "return_dict")
+
+
+def signature_of(model: nn.Module, forward: Callable[..., Any] | None = None) -> inspect.Signature:
+    """Signature of a model's forward, or of the wrapped model's where that takes `*args` and names none (PEFT's).
+
+    Args:
+        model: The model.
+        forward: Its genuine forward; None for the one that it has.
+    """
+    found = inspect.signature(model.forward if forward is None else forward)
+    nameless = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in found.parameters.values())
+    return inspect.signature(base_model(model).forward) if nameless else found
+
+
+def taken(signature: inspect.Signature, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that a forward takes: a user's may name few, such as `input_ids` and `labels`, and take no others."""
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+    return {name: value for name, value in inputs.items() if takes_all or name in signature.parameters}
 
 
 def tiny_samples(
@@ -53,10 +71,11 @@ def probe_samples(
 
     Returns:
         The base (`input_ids`, `attention_mask`, `labels`) first; then without `attention_mask`, with each of
-        `position_ids` and `token_type_ids` that the model's forward names, and with both. That of a model with adapters
-        passes on what its base names.
+        `position_ids` and `token_type_ids` that the model's forward names, and with both; only what it takes. That of a
+        model with adapters passes on what its base names.
     """
-    base = tiny_samples(vocab_size, device=device, **({"use_cache": False} | fixed))[0]
+    signature = signature_of(model)
+    base = taken(signature, tiny_samples(vocab_size, device=device, **({"use_cache": False} | fixed))[0])
     ids: Tensor = base["input_ids"]
     extras = {
         "position_ids": torch.arange(ids.shape[1], device=ids.device).expand(ids.shape),
@@ -64,7 +83,8 @@ def probe_samples(
     }
     named = inspect.signature(base_model(model).forward).parameters
     extras = {name: value for name, value in extras.items() if name in named}
-    samples = [base, {name: value for name, value in base.items() if name != "attention_mask"}]
+    unmasked = {name: value for name, value in base.items() if name != "attention_mask"}
+    samples = [base, unmasked] if "attention_mask" in base else [base]
     samples += [base | {name: value} for name, value in extras.items()]
     return samples + ([base | extras] if len(extras) > 1 else [])
 
@@ -127,7 +147,8 @@ def typical_sample(model: nn.Module, vocab_size: int, device: torch.device | str
     """One full row of `typical_shape`, without padding, to measure with."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab_size, typical_shape(model), generator=generator).to(device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone(), "use_cache": False}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone(), "use_cache": False}
+    return taken(signature_of(model), batch)
 
 
 def path_inputs(inputs: Mapping[str, Any]) -> frozenset[str]:

@@ -31,27 +31,34 @@ def candidate_stacks(model: nn.Module, *, least: int = 2) -> list[str]:
         least: Children that a list must have; between two a model can be cut.
 
     Raises:
-        PlanError: The model has no such `nn.ModuleList`.
+        PlanError: The model has none.
     """
     indivisible = indivisible_modules(model)
     ranked: list[tuple[bool, int, int, str]] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < least:
-            continue
+    for name, module in _lists(model, least):
         marked = all(type(m).__name__ in indivisible or isinstance(m, GradientCheckpointingLayer) for m in module)
         ranked.append((marked, sum(p.numel() for p in module.parameters()), -name.count("."), name))
     if not ranked:
         raise PlanError(
-            f"cannot pipeline {type(model).__name__}: it has no nn.ModuleList of at least 2 repeated blocks to cut "
-            "between. Use tensor parallel or ZeRO instead."
+            f"cannot pipeline {type(model).__name__}: it has no nn.ModuleList (or nn.Sequential) of at least 2 repeated "
+            "blocks to cut between. Use tensor parallel or ZeRO instead."
         )
     ranked.sort(key=lambda entry: entry[:3], reverse=True)
     return [name for *_, name in ranked]
 
 
+def _lists(model: nn.Module, least: int) -> list[tuple[str, nn.ModuleList | nn.Sequential]]:
+    """Module lists of at least `least` children by name; in a model without any, containers that call their children themselves."""
+    for kind in (nn.ModuleList, nn.Sequential):
+        found = [(name, one) for name, one in model.named_modules() if isinstance(one, kind) and len(one) >= least]
+        if found:
+            return found
+    return []
+
+
 def blocks_of(model: nn.Module, stack: str) -> list[nn.Module]:
     """The blocks of a stack, by index."""
-    return list(cast(nn.ModuleList, model.get_submodule(stack)))
+    return list(cast("nn.ModuleList | nn.Sequential", model.get_submodule(stack)))
 
 
 def kind_of(block: nn.Module) -> tuple[object, ...]:

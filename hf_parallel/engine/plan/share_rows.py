@@ -15,6 +15,7 @@ from hf_parallel.engine.plan.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.guards.gradients.hooks import refuse_hooks
 from hf_parallel.model.probes import Probes
+from hf_parallel.model.samples import signature_of, taken
 from hf_parallel.model.unchanged import unchanged
 from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
 from hf_parallel.settings.sequence_rules import method_of
@@ -86,7 +87,8 @@ def _judge(model: nn.Module, shared: Shared, samples: Sequence[Mapping[str, Any]
         PlanError: It computes something else on parts of rows; on every rank.
     """
     verify_model(model, shared, samples, lambda tried: _averages(tried, samples[0]))
-    _judge_documents(model, shared, _documents(samples[0]))
+    documents = _documents(samples[0])
+    _judge_documents(model, shared, None if documents is None else taken(signature_of(model), documents))
 
 
 def _judge_documents(model: nn.Module, shared: Shared, batch: Mapping[str, Any] | None) -> None:

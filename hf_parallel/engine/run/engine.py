@@ -18,12 +18,12 @@ from accelerate.state import GradientState
 from torch import nn
 
 from hf_parallel.batches import BatchCheck, RandomCheck
-from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import queue_after_backward, set_aside
 from hf_parallel.engine.gradients.sync import GradientSync
 from hf_parallel.engine.plan.held import Table
 from hf_parallel.engine.run.expected import Expected
 from hf_parallel.engine.run.methods import install_methods
+from hf_parallel.engine.run.replica_share import ReplicaShare
 from hf_parallel.errors import RankMismatchError, UnsupportedError
 from hf_parallel.guards.calls.part_hooks import PartHooks
 from hf_parallel.guards.meeting import meeting_of_copy
@@ -32,6 +32,7 @@ from hf_parallel.guards.weights.buffers import MovingBuffers
 from hf_parallel.hangs.watchdog import Watchdog
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh.groups import Mesh
+from hf_parallel.model.samples import signature_of
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 
@@ -99,6 +100,7 @@ class Engine:
     Attributes:
         recorder: Keeps when this rank does what.
         expected: Expectations of the plans about the ranks.
+        share: While a Trainer computes a loss that it multiplies by the number of replicas, what this one gets.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -108,7 +110,7 @@ class Engine:
         self.gradients = attachment.gradients
         self.autocast: Autocast = contextlib.nullcontext
         self.scaler: Any = None
-        self._signature = _signature_of(attachment)
+        self._signature = signature_of(attachment.model, attachment.forward)
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
         self._queued = False
@@ -118,6 +120,7 @@ class Engine:
         self.part_hooks = PartHooks(attachment.model, {})
         self.recorder = attachment.recorder
         self.expected = Expected()
+        self.share: ReplicaShare | None = None
 
     @property
     def ends_step(self) -> bool:
@@ -209,7 +212,8 @@ class Engine:
             # A rank may evaluate or generate by itself for long, while the others wait for its next step.
             trains = engine.model.training and torch.is_grad_enabled()
             with engine.in_model("runs the forward pass" if trains else ""):
-                return engine.run(args, kwargs)
+                share = engine.share
+                return engine.run(args, kwargs) if share is None else share.forward(engine.run, args, kwargs)
 
         # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.
         patched = vars(self.model).get("forward")
@@ -270,10 +274,3 @@ class Engine:
     def trains(self) -> bool:
         """Whether a forward now is a training forward."""
         return self.model.training and torch.is_grad_enabled()
-
-
-def _signature_of(attachment: Attachment) -> inspect.Signature:
-    """Signature of the model's forward, or of the wrapped model's where that takes `*args` and names none (PEFT's)."""
-    found = inspect.signature(attachment.forward)
-    nameless = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in found.parameters.values())
-    return inspect.signature(base_model(attachment.model).forward) if nameless else found

@@ -36,6 +36,7 @@ from hf_parallel.engine.run.window import STEP_IN_WINDOW, RunSchedule, Window, W
 from hf_parallel.engine.run.written_config import WrittenConfig
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.calls.outputs import PipelineOutput, PipelineTrainingOutput
+from hf_parallel.model.samples import taken
 from hf_parallel.pipeline_parallel.plan.backward_kind import BackwardKind
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
@@ -77,6 +78,7 @@ class PipelineEngine(Engine):
         vertical_sync: bool = True,
     ) -> None:
         super().__init__(attachment)
+        self._without_cache = taken(self._signature, {"use_cache": False})
         self.runtime = runtime
         stages: list[Stage] = list(runtime.stages.values())  # type: ignore[arg-type]
         self._running, self._plan = stages[0].running, stages[0].plan
@@ -184,7 +186,7 @@ class PipelineEngine(Engine):
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput | PipelineTrainingOutput:
         batch = self.bound(args, kwargs)
         refuse_inputs(batch, self._plan, self.mesh.shape.pp_size, keeps_cache(self.model))
-        batch["use_cache"] = False
+        batch |= self._without_cache
         if not torch.is_grad_enabled():
             return self._forward_only(batch)
         if self.trains:

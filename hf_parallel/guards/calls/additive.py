@@ -106,6 +106,30 @@ def why_not_additive(function: Callable[..., Any], config: Any, device: torch.de
     return ""
 
 
+def is_uncounted_sum(function: Callable[..., Any], config: Any, device: torch.device | str = "cpu") -> bool:
+    """Whether a loss function is a sum over rows whatever `num_items_in_batch` is; False of one that cannot be tried.
+
+    Called three times on made-up logits; see `why_not_additive` for the arguments and what is put back.
+    """
+    vocab_size = int(config.get_text_config().vocab_size)
+    state = _State(function)
+    try:
+        with _random_states(device):
+            logits, labels = _batch(vocab_size, [], 1.0, 0, torch.device(device))
+            count = labels[:, 1:].ne(IGNORED).sum()
+            once, other, twice = (
+                _value_and_gradient(_Asked(function, []), logits.repeat(rows, 1, 1), labels.repeat(rows, 1), n)[0]
+                for rows, n in ((1, count), (1, 2 * count), (2, count))
+            )
+            _same("it is divided by num_items_in_batch", once, other)
+            _same("it does not grow with the rows", twice, 2 * once)
+    except Exception:  # noqa: BLE001  code of the user's, on logits alone, may raise anything
+        return False
+    finally:
+        state.restore()
+    return True
+
+
 def _quiet(state: _State, drawn: Callable[[], bool]) -> None:
     if drawn():
         raise _RefusedError("it draws random numbers")

@@ -18,6 +18,7 @@ from hf_parallel.compat.private_torch import own_modules, own_parameters, writes
 from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
 from hf_parallel.model.copies import deep_copy
+from hf_parallel.model.samples import signature_of, taken
 from hf_parallel.model.tensors import largest, map_tensors, tensors_in
 from hf_parallel.model.unchanged import in_mode, unchanged
 from hf_parallel.tensor_parallel.plan.autograd_graph import met_first
@@ -128,9 +129,8 @@ def replaced(module: nn.Module, key: str, value: Any) -> Iterator[None]:
 
 def run(model: nn.Module, sample: Mapping[str, Any]) -> Any:
     """`model(**sample)` without a key-value cache: a cache hides data flow and grows with every call."""
-    config = getattr(model, "config", None)
-    extra = {"use_cache": False} if "use_cache" not in sample and hasattr(config, "use_cache") else {}
-    return model(**sample, **extra)
+    without = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+    return model(**{**taken(signature_of(model), without), **sample})
 
 
 def find_linears(model: nn.Module) -> dict[str, LinearInfo]:
