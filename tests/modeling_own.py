@@ -4,6 +4,8 @@ Styles: "values" adds the first block's values in every attention and the embedd
 early blocks made before late ones, as a U-net; "sequential" is an nn.Sequential of blocks of bare parameters.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -6,7 +6,6 @@ the start. Everything that is not here or in `saving` or `checkpoints` is the st
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections import deque
@@ -26,9 +25,7 @@ from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA, cache_output
 from hf_parallel.data_parallel.fsdp_parts import whole_of
 from hf_parallel.engine.run.pipeline import PipelineEngine
-from hf_parallel.engine.run.replica_share import ReplicaShare
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.calls.additive import is_uncounted_sum
 from hf_parallel.guards.calls.batches import Announced
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
@@ -36,6 +33,7 @@ from hf_parallel.trainer.checkpoints import CheckpointMixin
 from hf_parallel.trainer.flags import logs_next
 from hf_parallel.trainer.monitoring import Timed, monitor_of
 from hf_parallel.trainer.own_loss import Judged, judge
+from hf_parallel.trainer.replica_losses import ReplicaLosses, replicas_that_multiply
 from hf_parallel.trainer.user_code import UserCode, answers, is_users, is_users_function
 
 
@@ -52,11 +50,6 @@ class HFParallelTrainerMixin(CheckpointMixin):
     _hf_parallel_following: deque[tuple[list[Any], Any, list[tuple[Any, Announced, dict[str, Any]]]]]
     _hf_parallel_watched: UserCode | None = None
     _hf_parallel_judged: Judged | None
-    _hf_parallel_share: ReplicaShare | None = None
-    _hf_parallel_sums: tuple[Any, bool] = (
-        None,
-        False,
-    )  # a function, and whether it is a sum that ignores the number of tokens
     _hf_parallel_epoch_begins: bool = False
     _hf_parallel_accumulation: int | None = None  # what stock counted the batches of this epoch's steps by
 
@@ -185,7 +178,10 @@ class HFParallelTrainerMixin(CheckpointMixin):
             if monitor is not None:
                 monitor.read(samples)
         if pipeline is not None and len(samples) == len(self._hf_parallel_window):
-            following = [([prepared for _, _, prepared in window], count) for _, count, window in later]
+            following = [
+                ([prepared for _, _, prepared in window], self._losses.count_in_model(self, count))
+                for _, count, window in later
+            ]
             pipeline.begin_window([prepared for _, _, prepared in self._hf_parallel_window], following)
         return samples, num_items
 
@@ -244,30 +240,8 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss; label smoothing and `compute_loss_func` run on the last stage, inside the schedule."""
-        with in_lockstep(self.model, is_loss=True), self._shared_over_replicas(num_items_in_batch):
+        with in_lockstep(self.model, is_loss=True), self._losses.of_model(self, self._engine, num_items_in_batch):
             return self._loss_on_mesh(model, inputs, return_outputs, num_items_in_batch)
-
-    @contextlib.contextmanager
-    def _shared_over_replicas(self, num_items_in_batch: Any) -> Iterator[None]:
-        """Around a loss that stock multiplies by the number of replicas: what is no sum over tokens counts once (`ReplicaShare`)."""
-        engine, function = self._engine, self.compute_loss_func
-        replicas = self.accelerator.num_processes // self.get_tp_size()
-        normalised = self.args.average_tokens_across_devices and (
-            self.model_accepts_loss_kwargs or function is not None
-        )
-        ahead = (
-            self._pipeline is not None and self._pipeline.asynchronous is not None
-        )  # counts of batches are known before
-        if engine is None or not normalised or num_items_in_batch is None or replicas == 1 or ahead:
-            yield
-            return
-        if self._hf_parallel_share is None or self._hf_parallel_share.count is not num_items_in_batch:
-            self._hf_parallel_share = ReplicaShare(num_items_in_batch, replicas)
-        engine.share = self._hf_parallel_share
-        try:
-            yield
-        finally:
-            engine.share = None
 
     def _loss_on_mesh(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
         pipeline = self._pipeline
@@ -276,38 +250,14 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if pipeline is None or function is None or uncounted or "labels" not in inputs:
             # By name, as stock calls it: an override may take what follows return_outputs as **kwargs.
             more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-            with self._function_of_replica():
+            with self._losses.of_function(self, self._engine):
                 return super().compute_loss(model, inputs, **more)
         counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         with pipeline.loss_function(function, shifted=self._smoother_shifts):
             outputs = model(**inputs, **counted)
         loss = outputs["loss"]
-        normalised = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        if self.args.average_tokens_across_devices and normalised and num_items_in_batch is not None:
-            loss *= self.accelerator.num_processes // self.get_tp_size()
+        loss *= replicas_that_multiply(self, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
-
-    @contextlib.contextmanager
-    def _function_of_replica(self) -> Iterator[None]:
-        """Inside, stock calls the user's `compute_loss_func` with the share of this replica, if there is one."""
-        engine, function = self._engine, self.compute_loss_func
-        share = None if engine is None else engine.share
-        if share is None or function is None or self._adds_up_uncounted(function):
-            yield
-            return
-        self.compute_loss_func = share.function(function)
-        try:
-            yield
-        finally:
-            self.compute_loss_func = function
-
-    def _adds_up_uncounted(self, function: Callable[..., torch.Tensor]) -> bool:
-        """Whether a function is a sum that ignores the number of tokens: it adds up as stock takes every loss to do."""
-        known, answer = self._hf_parallel_sums
-        if known is not function:
-            answer = is_uncounted_sum(function, self.model.config, self.args.device)
-            self._hf_parallel_sums = function, answer
-        return answer
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -331,6 +281,11 @@ class HFParallelTrainerMixin(CheckpointMixin):
             self.accelerator.attach_model(self.model)
             self._watch_users()
         return super().evaluation_loop(*args, **kwargs)
+
+    @property
+    def _losses(self) -> ReplicaLosses:
+        losses: ReplicaLosses = vars(self).setdefault("_hf_parallel_losses", ReplicaLosses())
+        return losses
 
     def _has_stock_loss(self) -> bool:
         """Whether `compute_loss` is the Trainer's own, so that what it does to a batch is known."""
