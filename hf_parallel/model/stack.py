@@ -48,12 +48,13 @@ def candidate_stacks(model: nn.Module, *, least: int = 2) -> list[str]:
 
 
 def _lists(model: nn.Module, least: int) -> list[tuple[str, nn.ModuleList | nn.Sequential]]:
-    """Module lists of at least `least` children by name; in a model without any, containers that call their children themselves."""
-    for kind in (nn.ModuleList, nn.Sequential):
-        found = [(name, one) for name, one in model.named_modules() if isinstance(one, kind) and len(one) >= least]
-        if found:
-            return found
-    return []
+    """Module lists of at least `least` children by name; in a model without lists, sequences of modules of one class."""
+    named = list(model.named_modules())
+    lists = [(name, one) for name, one in named if isinstance(one, nn.ModuleList) and len(one)]
+    sequences = [
+        (name, one) for name, one in named if isinstance(one, nn.Sequential) and len(set(map(type, one))) == 1
+    ]
+    return [(name, one) for name, one in lists or sequences if len(one) >= least]
 
 
 def blocks_of(model: nn.Module, stack: str) -> list[nn.Module]:

@@ -240,8 +240,16 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss; label smoothing and `compute_loss_func` run on the last stage, inside the schedule."""
-        with in_lockstep(self.model, is_loss=True), self._losses.of_model(self, self._engine, num_items_in_batch):
+        with in_lockstep(self.model, is_loss=True):
             return self._loss_on_mesh(model, inputs, return_outputs, num_items_in_batch)
+
+    def _hf_parallel_multiplied(self, stock: Callable[[], Any], num_items_in_batch: Any) -> Any:
+        """Compute a loss by stock code; what is no sum over tokens counts once, whatever stock multiplies by."""
+        losses = self._losses
+        if vars(Trainer)["compute_loss"].__module__ != Trainer.__module__:  # a patch may multiply by something else
+            return stock()
+        with losses.of_model(self, self._engine, num_items_in_batch), losses.of_function(self, self._engine):
+            return stock()
 
     def _loss_on_mesh(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
         pipeline = self._pipeline
@@ -250,10 +258,10 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if pipeline is None or function is None or uncounted or "labels" not in inputs:
             # By name, as stock calls it: an override may take what follows return_outputs as **kwargs.
             more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-            with self._losses.of_function(self, self._engine):
-                return super().compute_loss(model, inputs, **more)
+            return super().compute_loss(model, inputs, **more)
         counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-        with pipeline.loss_function(function, shifted=self._smoother_shifts):
+        losses = self._losses.of_model(self, pipeline, num_items_in_batch)
+        with losses, pipeline.loss_function(function, shifted=self._smoother_shifts):
             outputs = model(**inputs, **counted)
         loss = outputs["loss"]
         loss *= replicas_that_multiply(self, num_items_in_batch)

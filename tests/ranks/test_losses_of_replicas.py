@@ -81,6 +81,25 @@ def counted_and_more(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
     return counted(outputs, labels, num_items_in_batch) + 0.1 * outputs.logits.logsumexp(-1).pow(2).mean()
 
 
+class Adds(Trainer):
+    """Adds a penalty of its own to the loss of stock."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss + 0.1 * outputs.logits.logsumexp(-1).pow(2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Alone(Trainer):
+    """Calls the model by itself, and multiplies nothing."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
 def llama(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
     return kind(LlamaConfig(**SIZES))
 
@@ -101,7 +120,11 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor] | None, float]] 
     "counted": (llama, counted, 0.0),
     "counted_and_more": (llama, counted_and_more, 0.0),
     "smoothed": (llama, None, 0.1),
+    "mean_alone": (functools.partial(llama, OwnMean), None, 0.0),
+    "counted_and_added": (llama, None, 0.0),
+    "mean_and_added": (functools.partial(llama, OwnMean), None, 0.0),
 }
+TRAINERS: dict[str, type[Trainer]] = {"mean_alone": Alone, "counted_and_added": Adds, "mean_and_added": Adds}
 
 
 def rows(is_alike: bool) -> list[dict[str, Tensor]]:
@@ -139,7 +162,7 @@ def trains(rank: int, world_size: int, layout: str, folder: str) -> dict[str, li
         )
         callbacks = [] if parallel is None else [HFParallelCallback({}, **parallel)]
         data = rows(name == "router")
-        trainer = Trainer(
+        trainer = TRAINERS.get(name, Trainer)(
             model(), arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks, compute_loss_func=function
         )
         trainer.train()
