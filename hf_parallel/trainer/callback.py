@@ -44,7 +44,6 @@ from hf_parallel.trainer.accelerator import attach_accelerator
 from hf_parallel.trainer.alone import config_alone, group_for_parts, is_alone, refuse_checkpoints, stock_checkpoints
 from hf_parallel.trainer.arguments import refuse_arguments, refuse_engine, set_accumulation, warn_of_draws
 from hf_parallel.trainer.auto import plan_layout
-from hf_parallel.trainer.below_users import BelowUsers
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.monitoring import MonitorCallback
@@ -53,6 +52,7 @@ from hf_parallel.trainer.placing import sent_by
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.trainer.prepared import bare_optimizer
 from hf_parallel.trainer.restarts import refuse_memory
+from hf_parallel.trainer.state_below import StateBelow
 from hf_parallel.worker import prepare_engine
 
 
@@ -231,7 +231,7 @@ def _mix_in(trainer: Trainer) -> None:
     kind = type(trainer)
     if not issubclass(kind, HFParallelTrainerMixin):
         theirs = () if kind is Trainer else (kind,)
-        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, *theirs, BelowUsers), {})
+        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, *theirs, StateBelow), {})
 
 
 def attach_trainer(trainer: Trainer, session: Session) -> None:

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin
 from hf_parallel.trainer.flags import logs_next
 from hf_parallel.trainer.monitoring import Timed, monitor_of
+from hf_parallel.trainer.multiplied import MultipliedLoss
 from hf_parallel.trainer.own_loss import Judged, judge
-from hf_parallel.trainer.replica_losses import ReplicaLosses, replicas_that_multiply
 from hf_parallel.trainer.user_code import UserCode, answers, is_users, is_users_function
 
 
@@ -178,10 +179,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
             if monitor is not None:
                 monitor.read(samples)
         if pipeline is not None and len(samples) == len(self._hf_parallel_window):
-            following = [
-                ([prepared for _, _, prepared in window], self._losses.count_in_model(self, count))
-                for _, count, window in later
-            ]
+            following = [([prepared for _, _, prepared in window], count) for _, count, window in later]
             pipeline.begin_window([prepared for _, _, prepared in self._hf_parallel_window], following)
         return samples, num_items
 
@@ -240,16 +238,16 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss; label smoothing and `compute_loss_func` run on the last stage, inside the schedule."""
-        with in_lockstep(self.model, is_loss=True):
+        told: AbstractContextManager[None] = nullcontext()
+        if self.model.training and self._has_stock_loss():
+            told = self._multiplied.told(self, self._engine, num_items_in_batch)
+        with in_lockstep(self.model, is_loss=True), told:
             return self._loss_on_mesh(model, inputs, return_outputs, num_items_in_batch)
 
-    def _hf_parallel_multiplied(self, stock: Callable[[], Any], num_items_in_batch: Any) -> Any:
-        """Compute a loss by stock code; what is no sum over tokens counts once, whatever stock multiplies by."""
-        losses = self._losses
-        if vars(Trainer)["compute_loss"].__module__ != Trainer.__module__:  # a patch may multiply by something else
-            return stock()
-        with losses.of_model(self, self._engine, num_items_in_batch), losses.of_function(self, self._engine):
-            return stock()
+    @functools.cached_property
+    def _multiplied(self) -> MultipliedLoss:
+        session = self.hf_parallel_session
+        return MultipliedLoss(compiles=session is not None and session.config.pipeline.compile_blocks != "none")
 
     def _loss_on_mesh(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
         pipeline = self._pipeline
@@ -260,11 +258,12 @@ class HFParallelTrainerMixin(CheckpointMixin):
             more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
             return super().compute_loss(model, inputs, **more)
         counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-        losses = self._losses.of_model(self, pipeline, num_items_in_batch)
-        with losses, pipeline.loss_function(function, shifted=self._smoother_shifts):
+        with pipeline.loss_function(function, shifted=self._smoother_shifts):
             outputs = model(**inputs, **counted)
         loss = outputs["loss"]
-        loss *= replicas_that_multiply(self, num_items_in_batch)
+        normalised = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if self.args.average_tokens_across_devices and normalised and num_items_in_batch is not None:
+            loss *= self.accelerator.num_processes // self.get_tp_size()
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -289,11 +288,6 @@ class HFParallelTrainerMixin(CheckpointMixin):
             self.accelerator.attach_model(self.model)
             self._watch_users()
         return super().evaluation_loop(*args, **kwargs)
-
-    @property
-    def _losses(self) -> ReplicaLosses:
-        losses: ReplicaLosses = vars(self).setdefault("_hf_parallel_losses", ReplicaLosses())
-        return losses
 
     def _has_stock_loss(self) -> bool:
         """Whether `compute_loss` is the Trainer's own, so that what it does to a batch is known."""

@@ -29,9 +29,9 @@ from hf_parallel.checkpoints.weights.gather import check_config
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.mesh.shape import MeshShape
-from hf_parallel.trainer.below_users import passes_on
 from hf_parallel.trainer.holdings import holdings_of, load_held_weights, resume_dropout
 from hf_parallel.trainer.saving import SavingMixin
+from hf_parallel.trainer.state_below import passes_on
 from hf_parallel.trainer.user_code import is_users_function
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_parallel.trainer.below_users import BelowUsers
 from hf_parallel.trainer.callback import HFParallelCallback
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
+from hf_parallel.trainer.state_below import StateBelow
 
 
-class HFParallelTrainer(HFParallelTrainerMixin, BelowUsers):
+class HFParallelTrainer(HFParallelTrainerMixin, StateBelow):
     """A Trainer with hf_parallel built in, for those who prefer a class to a callback.
 
     Args:

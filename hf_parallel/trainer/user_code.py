@@ -21,8 +21,8 @@ from hf_parallel.guards.optimizers.states import PartStates
 from hf_parallel.guards.weights.state_dicts import ShardOfState
 from hf_parallel.tensor_parallel.run.known_parts import known_parts
 from hf_parallel.tensor_parallel.run.parts import watch_calls
-from hf_parallel.trainer.below_users import passes_on
 from hf_parallel.trainer.prepared import bare_optimizer
+from hf_parallel.trainer.state_below import passes_on
 
 
 # What subclasses override and that runs on all ranks. In `compute_loss` a model of shards itself lists whole parameters.

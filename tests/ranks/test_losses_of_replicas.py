@@ -1,13 +1,15 @@
-"""On several replicas a loss that is no sum over tokens divided by their number is that of one process, too.
+"""On several replicas losses are those of stock DDP, and a warning says where these are not those of one process.
 
-The stock Trainer multiplies every loss by the number of replicas, because it takes each for such a sum: a router's auxiliary
-loss, a mean that ignores the number of tokens and a penalty then count as often as there are replicas. Rows have equally many
-labels, and those of the router are alike, so that means over replicas are those over all rows.
+The stock Trainer multiplies every loss by the number of replicas, because it takes each for a sum over tokens divided by their
+number: a router's auxiliary loss, a mean that ignores the number and a penalty then count once a replica. Rows have equally many
+labels, and those of the router are alike, so that means over replicas are those over all rows: what the warning tells
+to do gives the losses of one process.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 BATCH, LENGTH, VOCAB = 8, 12, 96
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any] | None]] = {  # processes, replicas, settings
     "one": (1, 1, None),
+    "stock": (2, 2, None),
     "dp2": (2, 2, {"zero": {"stage": 1}}),
     "zero3": (2, 2, {"zero": {"stage": 3}}),
     "dp2_pp2": (4, 2, {"pp_size": 2, "num_microbatches": 2}),
@@ -46,6 +49,10 @@ class OwnMean(LlamaForCausalLM):
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class Told(OwnMean):
+    accepts_loss_kwargs = False
 
 
 class WithPenalty(LlamaForCausalLM):
@@ -81,32 +88,14 @@ def counted_and_more(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
     return counted(outputs, labels, num_items_in_batch) + 0.1 * outputs.logits.logsumexp(-1).pow(2).mean()
 
 
-class Adds(Trainer):
-    """Adds a penalty of its own to the loss of stock."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        loss = loss + 0.1 * outputs.logits.logsumexp(-1).pow(2).mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-class Alone(Trainer):
-    """Calls the model by itself, and multiplies nothing."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-        return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-
 def llama(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> Any:
     return kind(LlamaConfig(**SIZES))
 
 
-def mixtral() -> Any:
+def mixtral(is_mended: bool = False) -> Any:
+    weight = 1.0 if is_mended and torch.distributed.is_initialized() else 2.0
     return MixtralForCausalLM(
-        MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=2.0)
+        MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=weight)
     )
 
 
@@ -120,11 +109,30 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor] | None, float]] 
     "counted": (llama, counted, 0.0),
     "counted_and_more": (llama, counted_and_more, 0.0),
     "smoothed": (llama, None, 0.1),
-    "mean_alone": (functools.partial(llama, OwnMean), None, 0.0),
-    "counted_and_added": (llama, None, 0.0),
-    "mean_and_added": (functools.partial(llama, OwnMean), None, 0.0),
+    "router_mended": (functools.partial(mixtral, True), None, 0.0),
+    "own_mean_mended": (functools.partial(llama, Told), None, 0.0),
+    "mean_mended": (llama, mean, 0.0),
 }
-TRAINERS: dict[str, type[Trainer]] = {"mean_alone": Alone, "counted_and_added": Adds, "mean_and_added": Adds}
+WARNED = {
+    "router": "it adds 2 (config.router_aux_loss_coef) times the auxiliary loss of its routers",
+    "own_mean": "it does not use num_items_in_batch",
+    "mean": "it does not use num_items_in_batch, and does not grow with the rows",
+    "counted_and_more": "a part of it is not divided by num_items_in_batch",
+}
+
+
+Run = tuple[dict[str, list[float]], dict[str, list[str]]]  # by case: losses, and warnings
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def rows(is_alike: bool) -> list[dict[str, Tensor]]:
@@ -136,18 +144,23 @@ def rows(is_alike: bool) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row.masked_fill(torch.arange(LENGTH) < 3, -100)} for row in ids]
 
 
-def trains(rank: int, world_size: int, layout: str, folder: str) -> dict[str, list[float]]:
+def trains(rank: int, world_size: int, layout: str, folder: str) -> Run:
     from hf_parallel import HFParallelCallback
 
     found: dict[str, list[float]] = {}
+    told: dict[str, list[str]] = {}
     _, replicas, parallel = LAYOUTS[layout]
+    heard = Heard()
+    logging.getLogger("hf_parallel").addHandler(heard)
     for name, (model, function, smoothing) in CASES.items():
+        heard.lines.clear()
         torch.manual_seed(0)
         arguments = TrainingArguments(
             f"{folder}/{name}",
             per_device_train_batch_size=BATCH // replicas,
             per_device_eval_batch_size=BATCH // replicas,
-            gradient_accumulation_steps=2,
+            gradient_accumulation_steps=1 if name.endswith("mended") else 2,
+            average_tokens_across_devices=name != "mean_mended",
             max_steps=3,
             logging_steps=1,
             optim="sgd",
@@ -161,40 +174,50 @@ def trains(rank: int, world_size: int, layout: str, folder: str) -> dict[str, li
             save_strategy="no",
         )
         callbacks = [] if parallel is None else [HFParallelCallback({}, **parallel)]
-        data = rows(name == "router")
-        trainer = TRAINERS.get(name, Trainer)(
+        data = rows(name.startswith("router"))
+        trainer = Trainer(
             model(), arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks, compute_loss_func=function
         )
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
         trainer.save_model(f"{folder}/{name}")
         found[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [evaluated]
+        told[name] = [line for line in heard.lines if "every loss by the number of replicas" in line]
         if parallel is not None:
             trainer.hf_parallel_session.watchdog.stop()
-    return found
+    return found, told
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, list[float]], Path]]:
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Run, Path]]:
     @functools.cache
-    def run(layout: str) -> tuple[dict[str, list[float]], Path]:
+    def run(layout: str) -> tuple[Run, Path]:
         world, folder = LAYOUTS[layout][0], tmp_path_factory.mktemp(layout)
         options: dict[str, Any] = {"tmp_path": folder, "timeout": 240, "init_group": world > 1, "env": ENV}
-        return run_ranks(trains, world, layout, str(folder), **options)[0], folder
+        runs: list[Run] = run_ranks(trains, world, layout, str(folder), **options)
+        told = {name: sorted({line for _, lines in runs for line in lines[name]}) for name in CASES}
+        return (runs[0][0], told), folder
 
     return run
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
-def test_losses_and_weights_are_those_of_one_process(
-    layout: str, name: str, run_of: Callable[[str], tuple[dict[str, list[float]], Path]]
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("one", "stock")])
+def test_losses_and_weights_are_those_of_stock_replicas(
+    layout: str, name: str, run_of: Callable[[str], tuple[Run, Path]]
 ) -> None:
-    (losses, here), (expected, there) = run_of(layout), run_of("one")
+    (losses, told), here = run_of(layout)
+    (expected, _), there = run_of("one" if name.endswith("mended") else "stock")
     assert losses[name] == pytest.approx(expected[name], rel=1e-5)
     weights = [load_file(folder / name / "model.safetensors") for folder in (here, there)]
     assert weights[0].keys() == weights[1].keys()
     for key, value in weights[1].items():
         assert (weights[0][key] - value).norm() <= 1e-5 * value.norm(), key
+    if name in WARNED:
+        (line,) = told[name]
+        assert f"({LAYOUTS[layout][1]}), so that part of loss and gradients is 2 times that of one process" in line
+        assert WARNED[name] in line
+    elif name != "router_mended":
+        assert not told[name]

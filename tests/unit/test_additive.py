@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, Trainer
 
-from hf_parallel.guards.calls.additive import is_uncounted_sum, why_not_additive
+from hf_parallel.guards.calls.additive import what_replicas_multiply, why_not_additive
 
 
 SMALL, LARGE = 99, 4003
@@ -350,7 +350,7 @@ def test_the_config_of_the_model_may_be_read() -> None:
     assert why_not_additive(decays, config(SMALL)) != ""
 
 
-def test_a_sum_that_ignores_the_number_of_tokens_is_told_from_means_and_from_sums_by_it() -> None:
+def test_what_grows_with_the_number_of_replicas_is_told_from_sums() -> None:
     config = LlamaConfig(vocab_size=SMALL)
 
     def total(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -359,19 +359,23 @@ def test_a_sum_that_ignores_the_number_of_tokens_is_told_from_means_and_from_sum
     def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return losses_of(outputs, labels)[0].mean()
 
-    def drawn(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        return total(outputs, labels) * torch.rand(())
+    def more(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return plain(outputs, labels, num_items_in_batch) + mean(outputs, labels)
 
-    assert is_uncounted_sum(total, config)
-    for function in (plain, flat, mean, drawn, lambda outputs, labels: total(outputs, labels)):
-        assert not is_uncounted_sum(function, config), function
+    def drawn(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return mean(outputs, labels) * torch.rand(())
+
+    for function in (total, plain, flat, drawn, lambda outputs, labels: mean(outputs, labels)):
+        assert not what_replicas_multiply(function, config), function
+    assert what_replicas_multiply(mean, config).startswith("it does not use num_items_in_batch")
+    assert what_replicas_multiply(more, config) == "a part of it is not divided by num_items_in_batch"
     calls: list[int] = []
 
     def noting(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         calls.append(1)
-        return total(outputs, labels)
+        return mean(outputs, labels)
 
     before = torch.random.get_rng_state()
-    assert is_uncounted_sum(noting, config)
+    assert what_replicas_multiply(noting, config)
     assert not calls
     assert torch.equal(torch.random.get_rng_state(), before)

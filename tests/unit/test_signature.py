@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import tiny
 from peft import LoraConfig, TaskType, get_peft_model
 
-from hf_parallel.engine.run.engine import _signature_of
+from hf_parallel.model.samples import signature_of
 
 
 def names(model: Any) -> list[str]:
-    attachment: Any = SimpleNamespace(model=model, forward=model.forward)
-    return list(_signature_of(attachment).parameters)[:2]
+    return list(signature_of(model).parameters)[:2]
 
 
 def test_adapters_without_a_task_take_what_their_model_takes() -> None:

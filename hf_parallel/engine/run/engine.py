@@ -23,7 +23,6 @@ from hf_parallel.engine.gradients.sync import GradientSync
 from hf_parallel.engine.plan.held import Table
 from hf_parallel.engine.run.expected import Expected
 from hf_parallel.engine.run.methods import install_methods
-from hf_parallel.engine.run.replica_share import ReplicaShare
 from hf_parallel.errors import RankMismatchError, UnsupportedError
 from hf_parallel.guards.calls.part_hooks import PartHooks
 from hf_parallel.guards.meeting import meeting_of_copy
@@ -100,7 +99,6 @@ class Engine:
     Attributes:
         recorder: Keeps when this rank does what.
         expected: Expectations of the plans about the ranks.
-        share: While a Trainer computes a loss that it multiplies by the number of replicas, what this one gets.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -120,7 +118,6 @@ class Engine:
         self.part_hooks = PartHooks(attachment.model, {})
         self.recorder = attachment.recorder
         self.expected = Expected()
-        self.share: ReplicaShare | None = None
 
     @property
     def ends_step(self) -> bool:
@@ -212,8 +209,7 @@ class Engine:
             # A rank may evaluate or generate by itself for long, while the others wait for its next step.
             trains = engine.model.training and torch.is_grad_enabled()
             with engine.in_model("runs the forward pass" if trains else ""):
-                share = engine.share
-                return engine.run(args, kwargs) if share is None else share.forward(engine.run, args, kwargs)
+                return engine.run(args, kwargs)
 
         # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.
         patched = vars(self.model).get("forward")

@@ -75,6 +75,11 @@ class MicrobatchLoss:
         """Whether each batch runs as one microbatch."""
         return self._function is None and self._kind == "whole"
 
+    @property
+    def kind(self) -> LossKind:
+        """Way in which the model's own loss is computed now."""
+        return self._kind
+
     @contextmanager
     def replaced_by(self, function: LossFunction, *, shifted: bool) -> Iterator[None]:
         """Inside, `function(outputs, labels, num_items_in_batch=n)` computes the loss from the model's outputs."""

@@ -116,6 +116,11 @@ class PipelineEngine(Engine):
         self._factors = WindowFactors()
         self.generated = False
 
+    @property
+    def loss_kind(self) -> LossKind:
+        """Way in which the model's own loss is computed now."""
+        return self._loss.kind
+
     def _dtypes(self) -> set[torch.dtype]:
         """Dtypes in which the model computes."""
         found = {p.dtype for p in self.attachment.parameters.values() if p.is_floating_point()}

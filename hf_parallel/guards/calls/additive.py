@@ -106,28 +106,35 @@ def why_not_additive(function: Callable[..., Any], config: Any, device: torch.de
     return ""
 
 
-def is_uncounted_sum(function: Callable[..., Any], config: Any, device: torch.device | str = "cpu") -> bool:
-    """Whether a loss function is a sum over rows whatever `num_items_in_batch` is; False of one that cannot be tried.
+def what_replicas_multiply(function: Callable[..., Any], config: Any, device: torch.device | str = "cpu") -> str:
+    """Why a Trainer that multiplies a loss function by the number of replicas makes it another one than in one process.
 
     Called three times on made-up logits; see `why_not_additive` for the arguments and what is put back.
+
+    Returns:
+        Empty for a sum, divided by `num_items_in_batch` or not, and for a function that cannot be tried.
     """
     vocab_size = int(config.get_text_config().vocab_size)
     state = _State(function)
     try:
-        with _random_states(device):
+        with _random_states(device) as drawn:
             logits, labels = _batch(vocab_size, [], 1.0, 0, torch.device(device))
             count = labels[:, 1:].ne(IGNORED).sum()
             once, other, twice = (
                 _value_and_gradient(_Asked(function, []), logits.repeat(rows, 1, 1), labels.repeat(rows, 1), n)[0]
                 for rows, n in ((1, count), (1, 2 * count), (2, count))
             )
-            _same("it is divided by num_items_in_batch", once, other)
-            _same("it does not grow with the rows", twice, 2 * once)
+            if drawn():
+                return ""
     except Exception:  # noqa: BLE001  code of the user's, on logits alone, may raise anything
-        return False
+        return ""
     finally:
         state.restore()
-    return True
+    if _are_same(once, other):
+        return (
+            "" if _are_same(twice, 2 * once) else "it does not use num_items_in_batch, and does not grow with the rows"
+        )
+    return "" if _are_same(once, 2 * other) else "a part of it is not divided by num_items_in_batch"
 
 
 def _quiet(state: _State, drawn: Callable[[], bool]) -> None:
@@ -211,10 +218,13 @@ def _value_and_gradient(
 
 
 def _same(what: str, whole: Tensor, other: Tensor) -> None:
-    scale = float(whole.abs().max())
-    difference = float((whole - other).abs().max())
-    if not difference <= TOLERANCE * scale or scale == 0.0:
+    if not _are_same(whole, other):
         raise _RefusedError(what)
+
+
+def _are_same(whole: Tensor, other: Tensor) -> bool:
+    scale = float(whole.abs().max())
+    return scale > 0.0 and float((whole - other).abs().max()) <= TOLERANCE * scale
 
 
 def _named_in(config: Any, vocab_size: int) -> list[int]:

@@ -1,31 +1,20 @@
-"""Below a user's Trainer: where its own methods get by `super()`, there is a rank's part of the state, and one replica's loss."""
+"""Training state below a user's Trainer: what its own methods reach by `super()` is each rank's part, where stock has the whole."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from torch import nn
 from transformers import Trainer
 
 
-class BelowUsers(Trainer):
+class StateBelow(Trainer):
     """Stands between the classes of users and `Trainer`, so that an override which calls `super()` gets here.
 
     The mixin, which comes before the classes of users, has the methods that it calls.
     """
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Compute the loss as stock does, which multiplies it by the number of replicas."""
-        more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-        return self._hf_parallel_multiplied(
-            functools.partial(super().compute_loss, model, inputs, **more), num_items_in_batch
-        )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._hf_parallel_save_state(output_dir, super()._save_optimizer_and_scheduler)
@@ -35,9 +24,6 @@ class BelowUsers(Trainer):
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         self._hf_parallel_load_scaler(checkpoint, super()._load_scaler)
-
-    def _hf_parallel_multiplied(self, stock: Callable[[], Any], num_items_in_batch: Any) -> Any:
-        return stock()
 
     def _hf_parallel_save_state(self, output_dir: str, stock: Callable[[str], None]) -> None:
         stock(output_dir)
