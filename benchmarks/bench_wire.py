@@ -34,7 +34,7 @@ from results_page import markdown_table, write_section
 from rich.console import Console
 from rich.table import Table
 from slow_network import HEADER_BYTES, SlowNetwork, exit_on_signals, run_ranks_on, sent
-from timing import Rounds, Sample, busy_seconds, parser_of, shuffled, wait_for_quiet, write_report
+from timing import Load, Rounds, Sample, parser_of, shuffled, wait_for_quiet, write_report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -233,13 +233,12 @@ class Bench:
             self.patience -= wait_for_quiet(self.patience, self.settings.foreign)
         dist.barrier()
         formula, codec = self.formula(name)
-        busy, own = busy_seconds(), time.process_time()
-        (whole, frames), start = sent(), time.perf_counter()
+        (whole, frames), opened = sent(), Load()
         self.steps(name, count)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - opened.start  # without the wait for the other ranks
         dist.barrier()
         whole, frames = (now - before for now, before in zip(sent(), (whole, frames), strict=True))
-        own, busy = time.process_time() - own, busy_seconds() - busy
+        _, own, busy = opened.spent()
         after, later = self.formula(name)
         per_step = {
             **{"sent": whole / count, "payload": (whole - HEADER_BYTES * frames) / count},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 from hf_parallel.errors import ConfigError, ParallelError
 from hf_parallel.memory.shape import config_of
+from hf_parallel.monitor.report.write import finite
 from hf_parallel.proof.compare import REFERENCE, Comparison
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.record import RUN
@@ -66,16 +66,8 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as `--json` writes it; numbers that are not finite become None, since JSON has none."""
-        found: dict[str, Any] = _finite(dataclasses.asdict(self))
+        found: dict[str, Any] = finite(dataclasses.asdict(self))
         return found
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verify(  # noqa: PLR0913 - each is an option of the command

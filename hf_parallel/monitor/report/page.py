@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from hf_parallel.monitor.report.picture import Arrow, Bar, beside, curve, timeli
 from hf_parallel.monitor.report.scaling import Scaled, scaling_picture
 from hf_parallel.monitor.report.told import axes_in_use, total_sent
 from hf_parallel.monitor.report.trace import Offset, peer_of
-from hf_parallel.monitor.report.write import write_whole
+from hf_parallel.monitor.report.write import finite, write_whole
 from hf_parallel.pipeline_parallel.schedule.simulate import simulate
 
 
@@ -76,19 +75,10 @@ def write_report(
         "scaling": [asdict(one) for one in planned_ranks],
         "timeline": {what: [asdict(one) for one in own] for what, own in drawn.items()},
     }
-    write_whole(folder / f"{NAME}.json", json.dumps(_finite(whole), indent=1))
+    write_whole(folder / f"{NAME}.json", json.dumps(finite(whole), indent=1))
     names = [job.shape.describe(rank) for rank in range(min(MOST_ROWS, job.shape.world_size))]
     picture = timeline(names, planned, measured, arrows)
     return write_whole(folder / f"{NAME}.html", _page(job, picture, history, settings, planned_ranks))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no nan."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _content(job: Job, history: Sequence[Mapping[str, float]], settings: Mapping[str, Any]) -> dict[str, Any]:
