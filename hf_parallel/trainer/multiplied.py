@@ -90,14 +90,15 @@ def _replicas(trainer: Trainer, count: Any) -> int:
 
 
 def _of_function(trainer: Trainer, function: Callable[..., Tensor]) -> tuple[str | None, str]:
-    model: Any = trainer.model
-    return what_replicas_multiply(function, model.config, trainer.args.device), OF_FUNCTION
+    config = getattr(trainer.model, "config", None)
+    return what_replicas_multiply(function, config, trainer.args.device), OF_FUNCTION
 
 
 def _of_model(trainer: Trainer, engine: Engine, replicas: int, *, compiles: bool) -> tuple[str | None, str]:
     """Words for what is multiplied, and a fix; None for the first if only a call can tell, which compiled blocks do not."""
     model: Any = trainer.model
-    text = model.config.get_text_config()
+    config: Any = getattr(model, "config", None)  # a module of the user's has none
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     weight = getattr(text, "router_aux_loss_coef", 0.0) or 0.0
     if trainer.label_smoother is not None:
         return "", ""

@@ -367,6 +367,7 @@ def test_what_grows_with_the_number_of_replicas_is_told_from_sums() -> None:
 
     for function in (total, plain, flat, drawn, lambda outputs, labels: mean(outputs, labels)):
         assert not what_replicas_multiply(function, config), function
+    assert not what_replicas_multiply(mean, None)  # a module without a config
     assert what_replicas_multiply(mean, config).startswith("it does not use num_items_in_batch")
     assert what_replicas_multiply(more, config) == "a part of it is not divided by num_items_in_batch"
     calls: list[int] = []

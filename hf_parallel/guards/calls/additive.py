@@ -114,9 +114,9 @@ def what_replicas_multiply(function: Callable[..., Any], config: Any, device: to
     Returns:
         Empty for a sum, divided by `num_items_in_batch` or not, and for a function that cannot be tried.
     """
-    vocab_size = int(config.get_text_config().vocab_size)
     state = _State(function)
     try:
+        vocab_size = int(config.get_text_config().vocab_size)
         with _random_states(device) as drawn:
             logits, labels = _batch(vocab_size, [], 1.0, 0, torch.device(device))
             count = labels[:, 1:].ne(IGNORED).sum()
